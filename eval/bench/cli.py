@@ -1,0 +1,108 @@
+"""The command line of `python -m eval.bench`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eval.errors import UsageError
+
+EXIT_WRONG = 1
+EXIT_USAGE = 2
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def bench(
+    only: Annotated[str | None, typer.Option(help="Comma-separated names of benches; default: all.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds; coarse numbers.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
+) -> None:
+    """Measure PagedCache beside the caches of transformers: bandwidth, attention, decode, prefill, memory.
+
+    Answers are checked first; the exit code is 1 if one is wrong. A required number that is missed is marked.
+    """
+    from eval.bench.results import WrongAnswer
+
+    try:
+        run(only, quick, json_file)
+    except UsageError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_USAGE) from error
+    except WrongAnswer as error:
+        typer.echo(f"wrong answer, so no speed is reported: {error}", err=True)
+        raise typer.Exit(EXIT_WRONG) from error
+
+
+def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
+    """Run the benches, print their tables and what is required, write the JSON file.
+
+    Raises:
+        UsageError: an unknown bench, or a file that cannot be written.
+        WrongAnswer: a cache computed something wrong.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import torch
+    from rich.console import Console
+
+    from eval import environment
+    from eval.bench import registry, table
+    from eval.bench.context import Context
+
+    benches = registry.chosen(only)
+    if json_file is not None:
+        _write(json_file, {})
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    started_s = time.perf_counter()
+    described = environment.describe(torch.device("cpu"))
+    backend = _backend()
+    console.print(table.header(described, backend), highlight=False)
+    results = []
+    with console.status("") as status:
+        context = Context(quick=quick, progress=status.update)
+        for entry in benches:
+            result = entry.run(context)
+            results.append(result)
+            table.show(console, result)
+    console.print(table.summary(results), highlight=False)
+    console.print(f"{time.perf_counter() - started_s:.0f} s", highlight=False)
+    if json_file is not None:
+        document = {
+            "environment": {**described, "backend": backend},
+            "quick": quick,
+            "results": [result.to_dict() for result in results],
+        }
+        _write(json_file, document)
+    return results
+
+
+def _backend() -> str:
+    """The kernels that a cache on this machine uses, found by using one."""
+    import torch
+
+    from eval.bench.layer_stacks import Case, Shape, paged
+
+    stack = paged(Case(Shape("probe", 1, 1, 64), 1, torch.float32, 2))
+    for _ in range(2):
+        stack.step()
+    return str(stack.cache.stats().backend)
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the results to {path}: {error.strerror}") from error
+
+
+def main() -> None:
+    """Run the command line; the exit code is 0, 1 (a wrong answer) or 2 (a request that cannot be met)."""
+    sys.exit(app())

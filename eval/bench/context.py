@@ -1,0 +1,56 @@
+"""What the benches of one run share: settings, the measured bandwidth, loaded models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from eval.bench.bandwidth import Reader
+    from eval.bench.results import Row
+
+SEED = 0
+
+
+@dataclass
+class Context:
+    """One run.
+
+    Attributes:
+        quick: fewer cases and rounds, for a look; numbers are coarse.
+        progress: told what is being measured.
+    """
+
+    quick: bool = False
+    progress: Callable[[str], object] = lambda text: None
+    _model: tuple[torch.dtype, Any, str] | None = field(default=None, repr=False)
+
+    def budget_s(self, seconds: float) -> float:
+        """Seconds to spend on rounds where a full run would spend so many."""
+        return seconds / 4 if self.quick else seconds
+
+    def rounds(self, count: int) -> int:
+        """Rounds to run at least where a full run would run so many."""
+        return max(2, count // 3) if self.quick else count
+
+    @cached_property
+    def bandwidth(self) -> tuple[Reader, list[Row]]:
+        """The fastest reader of memory, measured once, and the rows of all."""
+        from eval.bench import bandwidth
+
+        self.progress("read bandwidth")
+        return bandwidth.fastest(self.budget_s(3.0))
+
+    def model(self, dtype: torch.dtype) -> tuple[Any, str]:
+        """SmolLM2-135M in `dtype` and what it is, for the notes; the last one is kept."""
+        from eval.bench import workload
+
+        if self._model is None or self._model[0] != dtype:
+            self._model = None
+            self.progress(f"loading the model in {workload.dtype_name(dtype)}")
+            self._model = (dtype, *workload.load_model(dtype))
+        return self._model[1:]

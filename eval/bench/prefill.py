@@ -1,0 +1,87 @@
+"""Prompts: into an empty cache, and as a chunk after a history."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from eval.bench import workload
+from eval.bench.context import SEED, Context
+from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
+from eval.bench.timing import Contender, interleave
+
+PROMPT_TOKENS = 2048
+CHUNK_TOKENS = 512
+MIN_SPEEDUP = 0.95
+"""Within 5 %."""
+_NAMES = ("dynamic", "paged")
+
+COLUMNS = (
+    Column("case", "case"),
+    Column("dynamic_ms", "Dynamic ms", fixed(0)),
+    Column("paged_ms", "Paged ms", fixed(0)),
+    Column("over_dynamic", "x Dynamic", fixed(3)),
+    Column("error", "error", scientific),
+)
+
+
+def run(context: Context) -> Result:
+    """The `prefill` bench."""
+    started_s = time.perf_counter()
+    model, source = context.model(torch.float32)
+    generator = torch.Generator().manual_seed(SEED)
+    prompt = torch.randint(model.config.vocab_size, (1, PROMPT_TOKENS), generator=generator)
+    with torch.inference_mode():
+        rows = [_prompt(context, model, prompt), _chunk(context, model, prompt[:, :CHUNK_TOKENS])]
+    return Result(
+        "prefill",
+        "prompts of the whole model, batch 1, float32",
+        COLUMNS,
+        rows,
+        (
+            f"{source}. The empty cache is a new one each time, so the paged pool's first touch is counted.",
+            "x: median over rounds of the quotient within a round. "
+            "error: RMS ratio of the logits, Paged against Dynamic.",
+        ),
+        time.perf_counter() - started_s,
+    )
+
+
+def _prompt(context: Context, model: Any, prompt: torch.Tensor) -> Row:
+    context.progress(f"prefill: {PROMPT_TOKENS} tokens into an empty cache")
+    logits = {name: workload.forward(name, model, workload.new_cache(name, model), prompt) for name in _NAMES}
+    error = workload.check_logits(logits, f"{PROMPT_TOKENS} tokens", torch.float32)
+    contenders = [
+        Contender(
+            name,
+            lambda name=name: workload.forward(name, model, workload.new_cache(name, model), prompt),  # type: ignore[misc]  # mypy cannot type a lambda's default
+        )
+        for name in _NAMES
+    ]
+    return _row(context, f"{PROMPT_TOKENS} tokens, empty cache", contenders, error)
+
+
+def _chunk(context: Context, model: Any, chunk: torch.Tensor) -> Row:
+    context.progress(f"prefill: {CHUNK_TOKENS} tokens after {PROMPT_TOKENS}")
+    caches = {name: workload.new_cache(name, model) for name in _NAMES}
+    workload.fill(list(caches.values()), model.config, PROMPT_TOKENS, torch.float32)
+    error = workload.compare_logits(model, caches, chunk, torch.float32)
+    contenders = [workload.forward_contender(name, model, caches[name], chunk) for name in _NAMES]
+    return _row(context, f"{CHUNK_TOKENS} tokens after {PROMPT_TOKENS}", contenders, error)
+
+
+def _row(context: Context, case: str, contenders: list[Contender], error: float) -> Row:
+    timings = interleave(
+        contenders, budget_s=context.budget_s(20.0), min_rounds=context.rounds(5), max_rounds=15, steps=1
+    )
+    speedup = timings.speedup("paged", "dynamic")
+    cells: dict[str, Cell] = {
+        "case": case,
+        **{f"{name}_ms": 1e3 * timings.median_s(name) for name in _NAMES},
+        "over_dynamic": speedup,
+        "error": error,
+        "rounds": len(timings.seconds["paged"]),
+    }
+    return Row(cells, (Bound("Dynamic", speedup, MIN_SPEEDUP),))

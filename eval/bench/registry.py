@@ -1,0 +1,54 @@
+"""The benches by name, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eval.bench import attention_step, bandwidth, decode_step, memory, prefill
+from eval.bench.context import Context
+from eval.bench.results import Result
+from eval.errors import UsageError, check_choice
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Something to measure.
+
+    Attributes:
+        name: what `--only` calls it.
+        about: one line for the help.
+        run: measures; raises `WrongAnswer` instead of reporting the speed of something wrong.
+    """
+
+    name: str
+    about: str
+    run: Callable[[Context], Result]
+
+
+_BENCHES = (
+    Bench("bandwidth", "the machine's read bandwidth", bandwidth.run),
+    Bench("attention", "one attention step of one layer", attention_step.run),
+    Bench("decode", "whole decode steps of SmolLM2-135M", decode_step.run),
+    Bench("prefill", "prompts of SmolLM2-135M", prefill.run),
+    Bench("memory", "peak memory of a long generate call", memory.run),
+)
+
+BENCHES: dict[str, Bench] = {bench.name: bench for bench in _BENCHES}
+"""Name -> bench."""
+
+
+def chosen(only: str | None) -> list[Bench]:
+    """The benches named in a comma-separated list, in the order of the registry; all for None.
+
+    Raises:
+        UsageError: an unknown name, or no name at all.
+    """
+    if only is None:
+        return list(BENCHES.values())
+    names = {name.strip() for name in only.split(",") if name.strip()}
+    if not names:
+        raise UsageError(f"--only needs at least one name; choose from: {', '.join(sorted(BENCHES))}")
+    for name in sorted(names):
+        check_choice("bench", name, BENCHES)
+    return [bench for bench in BENCHES.values() if bench.name in names]

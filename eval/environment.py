@@ -1,0 +1,68 @@
+"""What a run was measured on: machine, processor, versions. Recorded beside every result."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hf_paged_cache
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "numpy",
+    "datasets",
+    "evaluate",
+    "rouge_score",
+    "sacrebleu",
+)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return the machine, the device, the versions and the load at this moment, ready for JSON."""
+    described: dict[str, Any] = {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": _memory_bytes(),
+        "load_average_1_min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "device": str(device),
+        "python": platform.python_version(),
+        "versions": {
+            "hf-paged-cache": hf_paged_cache.__version__,
+            **{name: _version(name) for name in _PACKAGES},
+        },
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        described["gpu"] = {"name": properties.name, "memory_bytes": properties.total_memory}
+    return described
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def _memory_bytes() -> int | None:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

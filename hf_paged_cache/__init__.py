@@ -1,0 +1,70 @@
+"""A drop-in paged KV cache for Hugging Face transformers.
+
+```python
+from hf_paged_cache import PagedCache
+
+cache = PagedCache(model)
+model.generate(**inputs, past_key_values=cache)
+```
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import activate as enable
+    from .attention import deactivate as disable
+    from .attention import paged_attention
+    from .cache import PagedCache
+    from .config import PagedCacheConfig
+    from .errors import (
+        BackendUnavailable,
+        CacheMismatchError,
+        PagedCacheError,
+        PoolExhausted,
+        StaleViewError,
+        UnsupportedLayerError,
+    )
+    from .stats import CacheStats, MemoryFootprint
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailable",
+    "CacheMismatchError",
+    "CacheStats",
+    "MemoryFootprint",
+    "PagedCache",
+    "PagedCacheConfig",
+    "PagedCacheError",
+    "PoolExhausted",
+    "StaleViewError",
+    "UnsupportedLayerError",
+    "disable",
+    "enable",
+    "paged_attention",
+]
+
+# Loaded on first use: `hf_paged_cache.blocks` must import without torch.
+_HOME = {
+    "PagedCache": ("cache", "PagedCache"),
+    "PagedCacheConfig": ("config", "PagedCacheConfig"),
+    "CacheStats": ("stats", "CacheStats"),
+    "MemoryFootprint": ("stats", "MemoryFootprint"),
+    "enable": ("attention", "activate"),
+    "disable": ("attention", "deactivate"),
+    "paged_attention": ("attention", "paged_attention"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'hf_paged_cache' has no attribute {name!r}")
+    module, attribute = _HOME.get(name, ("errors", name))
+    return getattr(import_module(f".{module}", __name__), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,251 @@
+"""Paged attention as an attention implementation of `transformers`.
+
+`activate` puts a name of ours into a model's config; under that name the host finds a pair of functions
+(attention and mask) that read blocks when K and V are views of a `PagedCache`, and call the implementation
+that was set before in every other case: another cache, no cache, a training step, tensors that were computed
+from the views. The name carries that implementation (`hf_paged_cache_sdpa`), so nothing else has to be
+remembered and `deactivate` can undo it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import compat, masks
+from .errors import PagedCacheError
+from .kernels import dispatch
+from .kernels.prefill import attend_with_history
+from .kernels.problem import Attention
+from .lazy import dense
+from .masks import LazyMask
+from .view import PagedView, StoredKV
+
+logger = logging.getLogger("hf_paged_cache")
+
+NAME_PREFIX = "hf_paged_cache_"
+MAX_DECODE_TOKENS = 16
+"""Up to so many queries per row go to the decode kernel, more to the prefill over history."""
+
+_FALLBACKS = ("sdpa", "eager")
+_TRUSTED: dict[tuple[Any, ...], bool] = {}
+
+
+def activate(config_or_model: object) -> bool:
+    """Let the attention layers of a model read blocks. Constructing a `PagedCache` does this.
+
+    Args:
+        config_or_model: A model, or the config object that it holds.
+
+    Returns:
+        Whether any attention layer takes part. If not (attention code of the model's own, or an
+        implementation other than sdpa and eager), a `PagedCache` still works: its K and V become dense
+        tensors at every layer.
+    """
+    config, model = compat.resolve_config(config_or_model)
+    active = False
+    for held, modeling in compat.attention_configs(config, model):
+        current = held._attn_implementation
+        if current is not None and current.startswith(NAME_PREFIX):
+            active = True
+        elif current in _FALLBACKS and compat.dispatches_attention(modeling, current):
+            _register(current)
+            held._attn_implementation_internal = NAME_PREFIX + current
+            active = True
+    return active
+
+
+def deactivate(config_or_model: object) -> None:
+    """Give a model back the attention implementation it had before `activate`."""
+    config, model = compat.resolve_config(config_or_model)
+    for held, _ in compat.attention_configs(config, model):
+        current = held._attn_implementation
+        if current is not None and current.startswith(NAME_PREFIX):
+            held._attn_implementation_internal = current.removeprefix(NAME_PREFIX)
+
+
+@contextmanager
+def paged_attention(config_or_model: object) -> Iterator[None]:
+    """Paged attention inside the block; afterwards the model is as it was."""
+    config, model = compat.resolve_config(config_or_model)
+    before = [(held, held._attn_implementation) for held, _ in compat.attention_configs(config, model)]
+    activate(config_or_model)
+    try:
+        yield
+    finally:
+        for held, implementation in before:
+            held._attn_implementation_internal = implementation
+
+
+def _register(implementation: str) -> None:
+    name = NAME_PREFIX + implementation
+    compat.register_attention(name, _make_attention(implementation), masks.make_mask_function(implementation))
+
+
+def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    def paged_attention_forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if type(key) is PagedView and type(value) is PagedView and key.stored is value.stored:
+            output = _attend(implementation, module, query, key.stored, attention_mask, kwargs)
+            if output is not None:
+                return output, None
+        return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
+
+    return paged_attention_forward
+
+
+def _host_attention(
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    function = compat.attention_function(implementation, module)
+    output: tuple[torch.Tensor, torch.Tensor | None] = function(
+        module, query, dense(key), dense(value), dense(attention_mask), **kwargs
+    )
+    return output
+
+
+def _attend(
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    stored: StoredKV,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """Attention over blocks `[batch, q_tokens, q_heads, v_head_dim]`; None if the host has to do it."""
+    if kwargs.get("dropout") and module.training:
+        raise PagedCacheError(
+            "attention dropout over a PagedCache with history is not supported in training; call "
+            "`model.eval()`, set `attention_dropout` to 0, or train without a cache"
+        )
+    if not _is_servable(implementation, query, stored, mask, kwargs):
+        return None
+    if implementation != "eager":
+        return _paged(module, query, stored, mask, kwargs)
+    # A model's eager function is its own; whether the kernel computes the same is seen by trying it once.
+    case = (type(module), tuple(sorted(name for name, value in kwargs.items() if value is not None)))
+    if case not in _TRUSTED:
+        _TRUSTED[case] = _agrees(module, query, stored, mask, kwargs)
+    return _paged(module, query, stored, mask, kwargs) if _TRUSTED[case] else None
+
+
+def _is_servable(
+    implementation: str,
+    query: torch.Tensor,
+    stored: StoredKV,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> bool:
+    if query.dtype != stored.blocks.keys.dtype:
+        return False
+    if mask is not None and not (
+        isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[3] == stored.end - stored.start
+    ):
+        return False
+    if torch.is_grad_enabled() and query.requires_grad:
+        return False  # the kernels have no backward
+    if implementation == "eager" and kwargs.get("output_attentions"):
+        return False  # only the host's function returns the weights
+    q_tokens = query.shape[2]
+    return q_tokens <= MAX_DECODE_TOKENS or stored.fresh_keys is not None
+
+
+def _paged(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    stored: StoredKV,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    stored.check_current()
+    q_tokens = query.shape[2]
+    scale = kwargs.get("scaling")
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    mask, causal = _pattern(module, q_tokens, mask, kwargs)
+    softcap = kwargs.get("softcap")
+    sinks = kwargs.get("s_aux")
+    fresh_keys, fresh_values = stored.fresh_keys, stored.fresh_values
+    window = stored.group.window
+    if q_tokens <= MAX_DECODE_TOKENS and not (window is not None and stored.group.has_gap(stored.start)):
+        return dispatch.decode(
+            stored.blocks,
+            Attention(query, stored.start, stored.end, scale, mask, causal, softcap=softcap, sinks=sinks),
+        )
+    assert fresh_keys is not None, "only views returned by `update` come this far"
+    assert fresh_values is not None, "fresh K never come without fresh V"
+    return attend_with_history(
+        stored.blocks,
+        query=query,
+        fresh_keys=fresh_keys,
+        fresh_values=fresh_values,
+        history_start=stored.start,
+        history_end=stored.history_end,
+        scale=scale,
+        mask=mask,
+        is_causal=causal,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def _pattern(
+    module: torch.nn.Module, q_tokens: int, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor | None, bool]:
+    """The mask for the kernel, and whether causality comes on top of it."""
+    causal = False
+    if type(mask) is LazyMask:
+        padding = mask.padding
+        mask, causal = None if padding is None else padding[:, None, None, :], q_tokens > 1
+    elif mask is None:
+        is_causal = kwargs.get("is_causal")
+        causal = q_tokens > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    bias = kwargs.get("position_bias")
+    if bias is None:
+        return mask, causal
+    if mask is None:
+        return bias, causal
+    return (bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask), causal
+
+
+def _agrees(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    stored: StoredKV,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether the kernel and the model's own eager function give the same on this call."""
+    keys, values = stored.views()
+    want, _ = _host_attention("eager", module, query, keys, values, mask, kwargs)
+    got = _paged(module, query, stored, mask, kwargs)
+    if type(mask) is LazyMask and mask.padding is not None:
+        # Queries that are padding themselves have nothing to attend, and any answer will do.
+        real = mask.padding[:, -query.shape[2] :]
+        got, want = got[real], want[real]
+    tolerance = 1e-4 if query.dtype == torch.float32 else 3e-2
+    scale = max(float(want.abs().max()), 1e-6)
+    same = bool((got - want).abs().max() / scale <= tolerance)
+    if not same:
+        logger.warning(
+            "%s computes its eager attention in its own way, so the paged kernel is not used for it: its K "
+            "and V become dense tensors at every layer, which is right but slower",
+            type(module).__name__,
+        )
+    return same

@@ -1,0 +1,19 @@
+"""Which block belongs to whom. Plain ints: this package imports without torch."""
+
+from __future__ import annotations
+
+from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
+from hf_paged_cache.blocks.free_queue import FreeQueue
+from hf_paged_cache.blocks.manager import BlockManager, Reservation
+from hf_paged_cache.blocks.pool import BlockPool
+from hf_paged_cache.blocks.table import BlockTable
+
+__all__ = [
+    "NULL_BLOCK",
+    "BlockManager",
+    "BlockPool",
+    "BlockState",
+    "BlockTable",
+    "FreeQueue",
+    "Reservation",
+]

@@ -1,0 +1,331 @@
+"""Who refers to which block of a pool, and which blocks can be had."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
+from hf_paged_cache.blocks.free_queue import FreeQueue
+from hf_paged_cache.errors import PagedCacheError
+
+# Plain ints beside the enum: its members cost an attribute look-up for every block of every call.
+_FREE, _OPEN, _SEALED, _CACHED, _PENDING = (int(state) for state in BlockState)
+
+
+class BlockPool:
+    """Reference counts and states of the blocks `0 … num_blocks - 1`; holds no content.
+
+    Blocks are handed out in this order:
+
+    1. free blocks, the latest returned first. At first that is 0, 1, 2, …: neighbours in memory are faster to
+       read. Later it prefers memory that was touched before over pages the system has yet to supply;
+    2. pending blocks, as many as are missing;
+    3. cached blocks, the one cached longest ago first (their content is forgotten).
+
+    `release`, `release_later` walk the ids they get from the **last to the first**. So the tail of a sequence
+    is evicted before its prefix, which others are likelier to share; and free blocks come out again in the
+    order of the sequence: after `release([0, 1, 2])`, `allocate(3)` gives `[0, 1, 2]`.
+
+    Every method either does all of its work or raises / returns `None` with nothing changed.
+
+    Args:
+        num_blocks: Size of the pool.
+
+    Raises:
+        PagedCacheError: `num_blocks` is below 1.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        _require_at_least(1, num_blocks, "num_blocks")
+        self._ref_counts = [0] * num_blocks
+        self._states = bytearray(num_blocks)
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last one is handed out next
+        self._cached = FreeQueue(num_blocks)
+        self._pending: deque[int] = deque()
+
+    # --- questions ----------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return len(self._ref_counts)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now: free and cached ones. Pending ones come on top of these."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks given up with `release_later` and not returned yet."""
+        return len(self._pending)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks with sealed content that nobody refers to."""
+        return len(self._cached)
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_blocks - self.num_free - self.num_pending
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks with more than one reference. Walks the pool."""
+        return sum(count > 1 for count in self._ref_counts)
+
+    def state(self, block_id: int) -> BlockState:
+        """The state of a block."""
+        self._require_known(block_id)
+        return BlockState(self._states[block_id])
+
+    def ref_count(self, block_id: int) -> int:
+        """How many references a block has."""
+        self._require_known(block_id)
+        return self._ref_counts[block_id]
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        """Whether `allocate(num_blocks)` would succeed: free, cached and pending blocks suffice."""
+        return num_blocks <= self.num_free + self.num_pending
+
+    # --- handing out and taking back ----------------------------------------------------------------------
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Hand out blocks: open, with one reference each. All of them or none.
+
+        Flushes as many pending blocks as free ones are missing, then evicts cached ones.
+
+        Returns:
+            The ids in the order described on the class, or `None` when there are too few blocks; then nothing
+            has changed.
+
+        Raises:
+            PagedCacheError: `num_blocks` is negative.
+        """
+        _require_at_least(0, num_blocks, "num_blocks")
+        if not self.can_allocate(num_blocks):
+            return None
+        if num_blocks > len(self._free):
+            self.flush_pending(num_blocks - len(self._free))
+        from_stack = min(num_blocks, len(self._free))
+        split = len(self._free) - from_stack
+        block_ids = self._free[split:][::-1]
+        del self._free[split:]
+        block_ids += [self._cached.popleft() for _ in range(num_blocks - from_stack)]
+        states, counts = self._states, self._ref_counts
+        for block_id in block_ids:
+            states[block_id] = _OPEN
+            counts[block_id] = 1
+        return block_ids
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Add one reference to each block (twice to one listed twice). Cached blocks are revived as sealed.
+
+        Raises:
+            PagedCacheError: A block is unknown, free or pending.
+        """
+        states, counts, num_blocks = self._states, self._ref_counts, len(self._ref_counts)
+        for block_id in block_ids:
+            if not 0 <= block_id < num_blocks or states[block_id] in (_FREE, _PENDING):
+                raise self._misuse("share", block_id, "free and pending blocks have no content to share")
+        for block_id in block_ids:
+            if states[block_id] == _CACHED:
+                self._cached.remove(block_id)
+                states[block_id] = _SEALED
+            counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int], *, keep: bool = False) -> None:
+        """Drop one reference to each block, from the last listed to the first.
+
+        A block without references becomes free; if it is sealed and `keep` is set it becomes cached instead
+        and is evicted after all that are cached now.
+
+        Raises:
+            PagedCacheError: A block is unknown or has no (or too few) references.
+        """
+        states, free = self._states, self._free
+        for block_id in self._drop_references("release", block_ids):
+            if keep and states[block_id] == _SEALED:
+                states[block_id] = _CACHED
+                self._cached.append(block_id)
+            else:
+                states[block_id] = _FREE
+                free.append(block_id)
+
+    def release_later(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference to each block, from the last listed to the first, without returning them yet.
+
+        Blocks without references become pending; `flush_pending` or an `allocate` that is short of free
+        blocks returns them in that order.
+
+        Raises:
+            PagedCacheError: A block is unknown or has no (or too few) references.
+        """
+        for block_id in self._drop_references("release", block_ids):
+            self._states[block_id] = _PENDING
+            self._pending.append(block_id)
+
+    def flush_pending(self, max_blocks: int | None = None) -> int:
+        """Make pending blocks free, the ones released first first.
+
+        Args:
+            max_blocks: At most so many; all of them by default.
+
+        Returns:
+            How many became free.
+
+        Raises:
+            PagedCacheError: `max_blocks` is negative.
+        """
+        if max_blocks is None:
+            max_blocks = self.num_pending
+        _require_at_least(0, max_blocks, "max_blocks")
+        count = min(max_blocks, self.num_pending)
+        for _ in range(count):
+            block_id = self._pending.popleft()
+            self._states[block_id] = _FREE
+            self._free.append(block_id)
+        return count
+
+    def grow(self, num_blocks: int) -> None:
+        """Add `num_blocks` free blocks at the end of the pool; the free ones of now are handed out first.
+
+        Raises:
+            PagedCacheError: `num_blocks` is negative.
+        """
+        _require_at_least(0, num_blocks, "num_blocks")
+        old, new = self.num_blocks, self.num_blocks + num_blocks
+        self._ref_counts.extend([0] * num_blocks)
+        self._states.extend(bytes(num_blocks))
+        self._free[:0] = range(new - 1, old - 1, -1)
+        self._cached.grow(num_blocks)
+
+    # --- open and sealed ----------------------------------------------------------------------------------
+
+    def seal(self, block_id: int) -> None:
+        """Declare an open block full: it is immutable from now on.
+
+        Raises:
+            PagedCacheError: The block is not open.
+        """
+        if not self._is_known(block_id) or self._states[block_id] != _OPEN:
+            raise self._misuse("seal", block_id, "only an open block can be sealed")
+        self._states[block_id] = _SEALED
+
+    def reopen(self, block_id: int) -> None:
+        """Let the only owner of a sealed block write to it again, after its tail was cropped.
+
+        Raises:
+            PagedCacheError: The block is not sealed or has several references.
+        """
+        if (
+            not self._is_known(block_id)
+            or self._states[block_id] != _SEALED
+            or self._ref_counts[block_id] != 1
+        ):
+            raise self._misuse("reopen", block_id, "only a sealed block with one reference can be reopened")
+        self._states[block_id] = _OPEN
+
+    def make_writable(self, block_id: int) -> int | None:
+        """Give the holder of one reference a block that nobody else can see (copy-on-write).
+
+        Returns:
+            The same id where there is one reference (reopened if it was sealed). Else a new open block: the
+            caller's reference has moved to it, and the caller has to copy the content. `None` when no block
+            can be had; then nothing has changed.
+
+        Raises:
+            PagedCacheError: The block is unknown or nobody refers to it.
+        """
+        if not self._is_known(block_id) or not self._ref_counts[block_id]:
+            raise self._misuse("make writable", block_id, "only an open or a sealed block can be written to")
+        if self._ref_counts[block_id] == 1:
+            self._states[block_id] = _OPEN
+            return block_id
+        fresh = self.allocate(1)
+        if fresh is None:
+            return None
+        self._ref_counts[block_id] -= 1
+        return fresh[0]
+
+    # --- the invariant ------------------------------------------------------------------------------------
+
+    def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
+        """Check that free + pending + referenced + cached = total, and counts against owners. O(pool).
+
+        Args:
+            tables: The block ids of **every** holder of references (NULL_BLOCK entries are skipped). Without
+                them the counts are only checked against the states.
+
+        Raises:
+            AssertionError: Something is wrong. The message has every term of the sum, or the block.
+        """
+        free, pending, cached = set(self._free), set(self._pending), set(self._cached)
+        referenced = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
+        sizes = (len(self._free), len(self._pending), len(referenced), len(self._cached))
+        union = free | pending | referenced | cached
+        if sum(sizes) != self.num_blocks or len(union) != self.num_blocks:
+            raise AssertionError(
+                f"Blocks were lost or counted twice: free {sizes[0]} + pending {sizes[1]} + referenced"
+                f" {sizes[2]} + cached {sizes[3]} = {sum(sizes)} ({len(union)} different), but the pool has a"
+                f" total of {self.num_blocks}."
+            )
+        homes = {_FREE: free, _PENDING: pending, _CACHED: cached, _OPEN: referenced, _SEALED: referenced}
+        for block_id, state in enumerate(self._states):
+            if block_id not in homes[state]:
+                raise AssertionError(
+                    f"Block {block_id} is marked {BlockState(state).name} with {self._ref_counts[block_id]}"
+                    " references, but is kept among blocks of another state."
+                )
+        if tables is not None:
+            self._check_counts(tables)
+
+    def _check_counts(self, tables: Iterable[Iterable[int]]) -> None:
+        held = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
+        for block_id in held:
+            if not self._is_known(block_id):
+                raise AssertionError(f"A table holds block {block_id} of a pool of {self.num_blocks}.")
+        for block_id, count in enumerate(self._ref_counts):
+            if count != held[block_id]:
+                raise AssertionError(
+                    f"Block {block_id} ({self.state(block_id).name}) counts {count} references, but the"
+                    f" tables hold {held[block_id]}."
+                )
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _drop_references(self, action: str, block_ids: Sequence[int]) -> list[int]:
+        """Drop one reference each, last listed first; all or nothing. Returns those that have none left."""
+        counts, num_blocks = self._ref_counts, len(self._ref_counts)
+        unreferenced = []
+        for done, block_id in enumerate(reversed(block_ids)):
+            if not 0 <= block_id < num_blocks or counts[block_id] == 0:
+                for undone in block_ids[len(block_ids) - done :]:
+                    counts[undone] += 1
+                raise self._misuse(action, block_id, "it was released more often than it was taken")
+            left = counts[block_id] - 1
+            counts[block_id] = left
+            if left == 0:
+                unreferenced.append(block_id)
+        return unreferenced
+
+    def _is_known(self, block_id: int) -> bool:
+        return 0 <= block_id < len(self._ref_counts)
+
+    def _require_known(self, block_id: int) -> None:
+        if not self._is_known(block_id):
+            raise self._misuse("look at", block_id, "")
+
+    def _misuse(self, action: str, block_id: int, why: str) -> PagedCacheError:
+        if not self._is_known(block_id):
+            known = f"0…{self.num_blocks - 1}"
+            return PagedCacheError(f"Cannot {action} block {block_id}: unknown id, expected one of {known}.")
+        is_now = f"it is {self.state(block_id).name}, references: {self._ref_counts[block_id]}"
+        return PagedCacheError(f"Cannot {action} block {block_id}: {is_now}; {why}.")
+
+
+def _require_at_least(lowest: int, value: int, name: str) -> None:
+    if value < lowest:
+        raise PagedCacheError(f"Expected {name} ≥ {lowest}, got {value}.")

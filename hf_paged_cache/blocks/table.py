@@ -1,0 +1,116 @@
+"""The blocks of one sequence, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hf_paged_cache.blocks.block import NULL_BLOCK
+from hf_paged_cache.errors import PagedCacheError
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Logical block i of a sequence → block id; token t lies in logical block `t // block_size`.
+
+    ```
+    block_size 4    tokens  0123 4567 89
+                    ids     [ 7,   2,  5]        num_tokens 10, slot of token 9 = (5, 1)
+    ```
+
+    Holds no references: whoever puts ids in or takes them out shares and releases them in the pool.
+
+    Attributes:
+        block_size: Tokens per block.
+        ids: One id for each started block; NULL_BLOCK where the tokens are not stored.
+        num_tokens: Length of the sequence, stored or not.
+    """
+
+    block_size: int
+    ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_dropped: int = 0
+    """Leading blocks known to be NULL: `drop_before` need not look at them again."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise PagedCacheError(f"Expected block_size ≥ 1, got {self.block_size}.")
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """How many ids `append` wants for so many new tokens."""
+        if num_tokens < 0:
+            raise PagedCacheError(f"Expected num_tokens ≥ 0 new tokens, got {num_tokens}.")
+        return -(-(self.num_tokens + num_tokens) // self.block_size) - len(self.ids)
+
+    def append(self, num_tokens: int, new_ids: Sequence[int]) -> None:
+        """Make room for `num_tokens` new tokens: first in the last block, then in `new_ids`.
+
+        Raises:
+            PagedCacheError: `new_ids` has not `blocks_needed(num_tokens)` ids; the table is unchanged.
+        """
+        needed = self.blocks_needed(num_tokens)
+        if len(new_ids) != needed:
+            raise PagedCacheError(
+                f"Expected {needed} block ids for {num_tokens} tokens after {self.num_tokens} in blocks of"
+                f" {self.block_size}, got {len(new_ids)}."
+            )
+        self.ids.extend(new_ids)
+        self.num_tokens += num_tokens
+
+    def crop(self, num_tokens: int) -> list[int]:
+        """Cut the sequence down to its first `num_tokens` tokens.
+
+        Returns:
+            The ids of the blocks that no token lies in any more, in order, without NULL ones.
+
+        Raises:
+            PagedCacheError: `num_tokens` is negative or longer than the sequence.
+        """
+        self._require_token(num_tokens, "num_tokens")
+        num_blocks = -(-num_tokens // self.block_size)
+        dropped = [block_id for block_id in self.ids[num_blocks:] if block_id != NULL_BLOCK]
+        del self.ids[num_blocks:]
+        self.num_tokens = num_tokens
+        self.num_dropped = min(self.num_dropped, num_blocks)
+        return dropped
+
+    def drop_before(self, token: int) -> list[int]:
+        """Stop storing the blocks that lie wholly before a token; their entries become NULL_BLOCK.
+
+        Returns:
+            The ids that were dropped, in order.
+
+        Raises:
+            PagedCacheError: `token` is negative or beyond the end of the sequence.
+        """
+        self._require_token(token, "token")
+        dropped = []
+        for i in range(self.num_dropped, token // self.block_size):
+            if self.ids[i] != NULL_BLOCK:
+                dropped.append(self.ids[i])
+                self.ids[i] = NULL_BLOCK
+        self.num_dropped = max(self.num_dropped, token // self.block_size)
+        return dropped
+
+    def fork(self) -> BlockTable:
+        """A second sequence with the same blocks so far. The caller shares `stored_ids()` in the pool."""
+        return BlockTable(self.block_size, self.ids.copy(), self.num_tokens, self.num_dropped)
+
+    def stored_ids(self) -> list[int]:
+        """The ids without NULL ones, in order."""
+        return [block_id for block_id in self.ids if block_id != NULL_BLOCK]
+
+    def slots(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Where the tokens `start … end - 1` lie: (block id or NULL_BLOCK, slot in the block) each.
+
+        Raises:
+            PagedCacheError: The range is not within the sequence.
+        """
+        self._require_token(end, "end")
+        if not 0 <= start <= end:
+            raise PagedCacheError(f"Expected 0 ≤ start ≤ end = {end}, got start = {start}.")
+        return [(self.ids[token // self.block_size], token % self.block_size) for token in range(start, end)]
+
+    def _require_token(self, token: int, name: str) -> None:
+        if not 0 <= token <= self.num_tokens:
+            raise PagedCacheError(f"Expected 0 ≤ {name} ≤ {self.num_tokens} tokens, got {token}.")

@@ -1,0 +1,236 @@
+"""`PagedCache`: a `transformers.Cache` whose K and V lie in preallocated blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from . import compat
+from .attention import activate
+from .config import PagedCacheConfig
+from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
+from .kernels import dispatch
+from .layer import PagedLayer, PagedWindowLayer
+from .spec import LayerSpec
+from .state import CacheState
+from .stats import CacheStats, MemoryFootprint
+
+
+class PagedCache(DynamicCache):
+    """A KV cache in fixed-size blocks of a preallocated pool, for `generate` and plain forwards.
+
+    ```python
+    cache = PagedCache(model)
+    model.generate(**inputs, past_key_values=cache)  # `cache=cache` from transformers 5.24 on
+    ```
+
+    Pools are allocated at the first update, on the device of the layers; decoding then allocates nothing that
+    grows with the context. Rows share blocks by reference: reordering beams, repeating and selecting rows
+    move integers, and a block is copied only when a row writes into one that others hold too. The idea of
+    blocks and tables is that of PagedAttention (Kwon et al., 2023, vLLM).
+
+    Constructing a cache activates paged attention on the model or config given (see `hf_paged_cache.disable`
+    and `hf_paged_cache.paged_attention`). The model computes the same as before with any other cache.
+
+    Cached K and V are constants: no gradient flows into tokens of earlier forwards. It subclasses
+    `DynamicCache`, so that the host's type checks (`EncoderDecoderCache.crop`, Whisper) let it pass.
+
+    Args:
+        config_or_model: The model, or its config. A model is better: its decoder may hold a config of its
+            own.
+        block_size: Tokens per block; a power of two from 16 to 256.
+        kv_cache_dtype: `auto` stores K and V in the model's dtype.
+        max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default is the
+            model's `max_position_embeddings` for every row, cut to `gpu_memory_utilization` of the free
+            memory. On a CPU memory that was never written is not resident, so a large capacity costs nothing.
+        gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
+            may take by default; an explicit `max_tokens` is taken at its word.
+
+    Raises:
+        PagedCacheError: An argument is out of range or of the wrong type.
+        UnsupportedLayerError: The model has a layer kind, or a cache of its own, that this cache cannot stand
+            in for.
+    """
+
+    def __init__(
+        self,
+        config_or_model: object,
+        *,
+        block_size: int = 64,
+        kv_cache_dtype: str = "auto",
+        max_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+    ) -> None:
+        settings = PagedCacheConfig(block_size, kv_cache_dtype, max_tokens, gpu_memory_utilization)
+        config, _ = compat.resolve_config(config_or_model)
+        specs = compat.layer_specs(config)
+        paged = {
+            index: spec
+            for index, (spec, _) in enumerate(specs)
+            if spec.layer_type in compat.PAGED_LAYER_TYPES
+        }
+        if not paged:
+            raise UnsupportedLayerError(
+                f"none of the {len(specs)} layers of this {config.model_type!r} model keeps K and V per "
+                "token, so there is nothing to page; use the model's default cache"
+            )
+        self._state = CacheState(settings, paged, compat.max_positions(config))
+        self.layers: list[Any]
+        Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
+        activate(config_or_model)
+
+    def _make_layer(self, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
+        if spec.layer_type not in compat.PAGED_LAYER_TYPES:
+            return compat.host_layer(spec.layer_type, kwargs)
+        if spec.window is not None:
+            return PagedWindowLayer(self._state, index, spec.window)
+        return PagedLayer(self._state, index)
+
+    # --- the contract of transformers.Cache -----------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new K and V of one layer; return all that its attention may see.
+
+        Args:
+            key_states: `[batch, kv_heads, new tokens, head_dim]`.
+            value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
+            layer_idx: Index of the layer.
+            *args: What newer versions of `transformers` pass; not needed here.
+            **kwargs: The same.
+
+        Returns:
+            K and V `[batch, kv_heads, tokens, head_dim]`: the tensors given when there is no history, else
+            views that become dense when anything but paged attention touches them.
+
+        Raises:
+            CacheMismatchError: The tensors do not fit what the cache holds, or there are no new tokens.
+            PoolExhausted: No room. Nothing was written in any layer, and the cache stays usable.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise CacheMismatchError(
+                f"layer {layer_idx}: this cache was made for a model with {len(self.layers)} layers; make a "
+                "new PagedCache(model) for this one"
+            )
+        keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens per row that a layer has seen."""
+        return compat.CachedLength(super().get_seq_length(layer_idx))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row and give their blocks back.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens to remove; 0 is safe. As in the installed
+                `transformers`: before 5.18 a positive number is the length to keep, later it is an error.
+
+        Raises:
+            PagedCacheError: A window layer no longer holds what the shorter length needs.
+        """
+        count = compat.tokens_to_remove(tokens_to_remove, self._state.step_end)
+        self._state.crop(count)
+        for layer in self._host_layers():
+            layer.crop(-count)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
+        self._state.reorder(beam_idx.tolist())
+        for layer in self._host_layers():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Give every row `repeats` copies beside each other, by reference."""
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise PagedCacheError(f"repeats must be a positive number of copies per row, got {repeats!r}")
+        self._state.reorder([row for row in range(self._state.batch) for _ in range(repeats)])
+        for layer in self._host_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
+        chosen = torch.as_tensor(indices)
+        chosen = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
+        self._state.reorder([int(row) for row in chosen.tolist()])
+        for layer in self._host_layers():
+            layer.batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forget everything; pools stay allocated, and the next batch may have another size."""
+        self._state.reset()
+        for layer in self._host_layers():
+            layer.reset()
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, or -1 before the first update."""
+        return self._state.batch or -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: the decode step works on integers of the host."""
+        return False
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+    def __repr__(self) -> str:
+        state = self._state
+        stats = self.stats()
+        return (
+            f"PagedCache({len(self.layers)} layers, {state.batch} rows x {state.step_end} tokens, "
+            f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_size}, "
+            f"{state.config.kv_cache_dtype})"
+        )
+
+    # --- what a user asks -----------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """Counts of rows, tokens and blocks."""
+        groups = self._state.groups
+        pools = [group.manager.pool for group in groups]
+        return CacheStats(
+            batch=self._state.batch,
+            tokens=self._state.step_end,
+            block_size=self._state.config.block_size,
+            num_blocks=sum(pool.num_blocks for pool in pools),
+            used_blocks=sum(pool.num_referenced for pool in pools),
+            shared_blocks=sum(pool.num_shared for pool in pools),
+            free_blocks=sum(pool.num_free for pool in pools),
+            backend=next((layer.backend for layer in self._paged_layers() if layer.backend), None),
+        )
+
+    def memory_footprint(self) -> MemoryFootprint:
+        """Exact bytes of pools, tables, scratch, and of layers that are not paged."""
+        groups = self._state.groups
+        return MemoryFootprint(
+            pool_bytes=sum(group.pool_bytes for group in groups),
+            used_bytes=sum(group.used_bytes for group in groups),
+            table_bytes=sum(group.table_bytes for group in groups),
+            scratch_bytes=dispatch.scratch_bytes(),
+            host_bytes=sum(_tensor_bytes(vars(layer)) for layer in self._host_layers()),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise an AssertionError if blocks were lost, or counts, tables and layers disagree."""
+        self._state.check_integrity()
+
+    def _paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    def _host_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(_tensor_bytes(item) for item in value.values())
+    return 0

@@ -1,0 +1,262 @@
+"""Everything that depends on the version of `transformers`, or on names it does not promise to keep."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig
+from transformers import masking_utils as _masking
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
+from .spec import LayerSpec
+
+MINIMUM_TRANSFORMERS = "5.17"
+
+if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
+    raise ImportError(
+        f"hf_paged_cache needs transformers >= {MINIMUM_TRANSFORMERS}, and {transformers.__version__} is "
+        f"installed; run `pip install -U 'transformers>={MINIMUM_TRANSFORMERS},<6'`"
+    )
+
+PAGED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers that lie in blocks; the others use the classes of `transformers`."""
+
+_OWN_CACHES = {
+    "minimax": "it insists on its own MiniMaxCache",
+    "openai-gpt": "its forward takes no cache",
+    "reformer": "it keeps its own ReformerDynamicCache",
+    "rwkv": "it keeps a recurrent `state` and never writes to a cache",
+    "xlnet": "it keeps its own `mems`",
+    "xlstm": "it keeps its own xLSTMCache",
+}
+
+_CROP_KEEPS_WHEN_POSITIVE = Version(transformers.__version__) < Version("5.18")
+
+
+# --- configs ------------------------------------------------------------------------------------------------
+
+
+def resolve_config(config_or_model: object) -> tuple[PreTrainedConfig, torch.nn.Module | None]:
+    """The config meant by a config or a model, and the model if that was given.
+
+    Raises:
+        PagedCacheError: It is neither.
+    """
+    if isinstance(config_or_model, PreTrainedConfig):
+        return config_or_model, None
+    config = getattr(config_or_model, "config", None)
+    if isinstance(config_or_model, torch.nn.Module) and isinstance(config, PreTrainedConfig):
+        return config, config_or_model
+    raise PagedCacheError(
+        "config_or_model must be a transformers config or a model that has one, got "
+        f"{type(config_or_model).__name__}; pass `model` or `model.config`"
+    )
+
+
+def layer_specs(config: PreTrainedConfig) -> list[tuple[LayerSpec, dict[str, Any]]]:
+    """What the config says of each cache layer: its spec, and arguments for the host's own layer class.
+
+    Raises:
+        UnsupportedLayerError: The model keeps a cache of its own, or has a layer kind that nobody here can
+            store.
+    """
+    decoder = config.get_text_config(decoder=True)
+    for model_type in (config.model_type, decoder.model_type):
+        if model_type in _OWN_CACHES:
+            raise UnsupportedLayerError(
+                f"PagedCache cannot serve models of type {model_type!r}: {_OWN_CACHES[model_type]}. Use the "
+                "model's default"
+            )
+    layer_types, kwargs = get_layer_types_and_kwargs(decoder)
+    per_layer = kwargs if isinstance(kwargs, list) else [kwargs] * len(layer_types)
+    shapes = _head_shapes(decoder, len(layer_types))
+    found = []
+    for index, (layer_type, layer_kwargs) in enumerate(zip(layer_types, per_layer, strict=True)):
+        if layer_type not in DYNAMIC_LAYER_TYPE_MAPPING:
+            raise UnsupportedLayerError(
+                f"layer {index} of this {decoder.model_type!r} model is of kind {layer_type!r}, which "
+                f"PagedCache does not know; it knows {', '.join(sorted(DYNAMIC_LAYER_TYPE_MAPPING))}"
+            )
+        # Older versions hand one dict to all layers, so only layers that slide may take a window from it.
+        window = layer_kwargs.get("sliding_window") if layer_type in PAGED_LAYER_TYPES[1:] else None
+        found.append((LayerSpec(layer_type, window, *shapes[index]), dict(layer_kwargs)))
+    return found
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Longest sequence the model was made for, if its config says."""
+    decoder = config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
+        value = getattr(decoder, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def host_layer(layer_type: str, kwargs: dict[str, Any]) -> Any:
+    """A layer of the host's own class, for kinds that keep no K and V per token."""
+    return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
+
+
+def _head_shapes(decoder: PreTrainedConfig, count: int) -> list[tuple[int | None, int | None]]:
+    configs = decoder.per_layer_config if hasattr(decoder, "per_layer_config") else None
+    if not isinstance(configs, list) or len(configs) < count:
+        configs = [decoder] * count
+    return [
+        (_int_of(c, "num_key_value_heads", "num_attention_heads"), _int_of(c, "head_dim"))
+        for c in configs[:count]
+    ]
+
+
+def _int_of(config: PreTrainedConfig, *names: str) -> int | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+# --- the cache's contract -----------------------------------------------------------------------------------
+
+
+class CachedLength(int):
+    """A cache's length, which refuses to let `generate` slice a prompt by a negative number.
+
+    `generate` feeds the last `prompt length - cached length` tokens of a prompt. When the cache holds as many
+    tokens as the prompt has, or more, that number is not positive, and as a Python slice it silently picks
+    wrong tokens.
+    """
+
+    def __rsub__(self, other: int) -> int:
+        rest = int(other) - int(self)
+        if rest <= 0 and sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.generation"):
+            raise CacheMismatchError(
+                f"the prompt has {int(other)} tokens, but the cache already holds {int(self)} per row, so no "
+                "new token is left to feed. Pass the whole conversation, longer than what is cached; "
+                "`cache.crop(...)` what differs (at least the last token, to recompute it), or "
+                "`cache.reset()`"
+            )
+        return rest
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+
+def tokens_to_remove(argument: int, length: int) -> int:
+    """What `crop(argument)` means in the installed version: tokens to take from a cache of `length` tokens.
+
+    Raises:
+        PagedCacheError: A positive number where the installed version has none.
+    """
+    if argument <= 0:
+        return -argument
+    if _CROP_KEEPS_WHEN_POSITIVE:
+        return max(0, length - argument)
+    raise PagedCacheError(
+        f"crop takes minus the number of tokens to remove, got {argument}; "
+        f"to keep {argument} of {length} tokens: `cache.crop({min(0, argument - length)})`"
+    )
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Make a pair of attention and mask functions known under one name. Registering again changes nothing."""
+    AttentionInterface.register(name, attention)
+    _masking.AttentionMaskInterface.register(name, mask)
+
+
+def attention_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention function that `module` would use under `implementation`.
+
+    Raises:
+        CacheMismatchError: The module's own eager function cannot be found.
+    """
+    if implementation != "eager":
+        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
+        return function
+    module_class: Any = type(module)
+    found: Callable[..., Any] = _eager_function(module_class)
+    return found
+
+
+def mask_function(implementation: str) -> Callable[..., Any]:
+    """The function that makes attention masks under `implementation`."""
+    function: Callable[..., Any] = _masking.ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    return function
+
+
+def is_plain_causal(mask_function: object) -> bool:
+    """Whether a mask pattern is causality and nothing else."""
+    return mask_function is _masking.causal_mask_function
+
+
+@cache
+def _eager_function(module_class: type) -> Callable[..., Any]:
+    """Eager attention is no registered name: every modeling file has its own."""
+    for base in module_class.__mro__:
+        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function  # type: ignore[no-any-return]  # the host is untyped
+    raise CacheMismatchError(
+        f"{module_class.__name__} has no `eager_attention_forward` beside it, so its eager attention cannot "
+        "be called; load the model with attn_implementation='sdpa'"
+    )
+
+
+def attention_configs(
+    config: PreTrainedConfig, model: torch.nn.Module | None
+) -> Iterator[tuple[PreTrainedConfig, str]]:
+    """The configs that attention layers read their implementation from, each with its modeling file.
+
+    With a model these are the configs its attention modules hold (an encoder-decoder gives its decoder a copy
+    that the model's own config does not lead to); with a config alone, that config's text part.
+    """
+    if model is None:
+        decoder = config.get_text_config(decoder=True)
+        target = decoder if any(value is decoder for value in vars(config).values()) else config
+        yield target, type(target).__module__.replace("configuration_", "modeling_")
+        return
+    seen: set[int] = set()
+    for module in model.modules():
+        held = getattr(module, "config", None)
+        if (
+            isinstance(held, PreTrainedConfig)
+            and getattr(module, "layer_idx", None) is not None
+            and id(held) not in seen
+        ):
+            seen.add(id(held))
+            yield held, type(module).__module__
+
+
+@cache
+def dispatches_attention(modeling_module: str, implementation: str) -> bool:
+    """Whether a modeling file uses the `AttentionInterface` and would not miss `implementation`.
+
+    Some files have attention code of their own, or branches for one implementation's name; under another name
+    those would compute something else. Read from the source, as `transformers` itself does.
+    """
+    try:
+        source = inspect.getsource(import_module(modeling_module))
+    except (ImportError, OSError, TypeError):
+        return False
+    if "ALL_ATTENTION_FUNCTIONS" not in source:
+        return False
+    compared = re.findall(
+        r"_attn_implementation\s*(?:==|!=|in|not in)\s*(\([^)]*\)|\[[^\]]*\]|[\"'][^\"']*[\"'])", source
+    )
+    return not any(
+        f'"{implementation}"' in literal or f"'{implementation}'" in literal for literal in compared
+    )

@@ -1,0 +1,55 @@
+"""Every error that this package raises on purpose.
+
+```
+Exception
+├── ValueError
+│   └── PagedCacheError            a caller's mistake; names what was expected, what came, the way out
+│       ├── CacheMismatchError     K/V, batch, dtype, device or model do not fit what the cache holds
+│       ├── StaleViewError         a view of K/V was read after the cache had moved on
+│       └── UnsupportedLayerError  a layer kind that cannot be stored
+└── RuntimeError
+    ├── PoolExhausted              no block is left; nothing was written
+    └── BackendUnavailable         a backend was asked for by name and cannot run here
+```
+
+Our own bugs are `AssertionError`s with a sentence. Scarcity inside the bookkeeping is a value (`None`), not
+an error.
+"""
+
+from __future__ import annotations
+
+
+class PagedCacheError(ValueError):
+    """A caller's mistake. The cache is as it was before the call."""
+
+
+class CacheMismatchError(PagedCacheError):
+    """The tensors given do not fit what the cache already holds."""
+
+
+class StaleViewError(PagedCacheError):
+    """A view of a layer's K or V was read after the blocks behind it had changed."""
+
+
+class UnsupportedLayerError(PagedCacheError):
+    """The model has a layer kind that `PagedCache` cannot store."""
+
+
+class PoolExhausted(RuntimeError):
+    """The pool has too few free blocks. Raised before any row of any layer is written.
+
+    Attributes:
+        needed_blocks: Blocks that the call would have taken.
+        free_blocks: Blocks that were free.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, message: str, *, needed_blocks: int, free_blocks: int, block_size: int) -> None:
+        super().__init__(message)
+        self.needed_blocks = needed_blocks
+        self.free_blocks = free_blocks
+        self.block_size = block_size
+
+
+class BackendUnavailable(RuntimeError):
+    """The backend forced by `HF_PAGED_CACHE_BACKEND` cannot run this call."""

@@ -1,0 +1,156 @@
+"""Layers that share block tables: their bookkeeping, their pools, and the tables as kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .blocks import BlockManager, Reservation
+from .kernels.problem import NULL_BLOCK, LayerBlocks
+from .kv_pool import KVPool, PoolShape
+from .spec import LayerSpec
+
+
+class LayerGroup:
+    """The layers of one cache that keep the same tokens (all, or those of one window).
+
+    Block ids are shared by the layers of a group, so that bookkeeping is done once per step and not once per
+    layer. Layers of one shape also share one `KVPool`; a group with layers of several shapes (or on several
+    devices) has several pools under the same ids.
+
+    Attributes:
+        window: Tokens a query sees, itself included, or None for all.
+        specs: Layer index -> what the config says of that layer.
+        manager: Which block belongs to which row; integers only.
+        pools: The tensors, made when the first layer that needs them is written.
+    """
+
+    def __init__(
+        self, window: int | None, specs: dict[int, LayerSpec], *, num_blocks: int, block_size: int
+    ) -> None:
+        self.window = window
+        self.specs = specs
+        self.manager = BlockManager(num_blocks, block_size, window=window)
+        self.pools: list[KVPool] = []
+        self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.manager.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each pool."""
+        return self.manager.pool.num_blocks
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that hold tokens now."""
+        return self.manager.pool.num_referenced * sum(pool.bytes_per_block for pool in self.pools)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the block tables that kernels read."""
+        return sum(table.nbytes for table in self._tables.values())
+
+    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+        """Give a layer its place, allocating a pool if none fits. Called once per layer."""
+        shape = PoolShape.of(key_states, value_states)
+        pool = next((pool for pool in self.pools if pool.shape == shape and pool.has_free_slot), None)
+        if pool is None:
+            pool = KVPool(
+                shape,
+                num_blocks=self.num_blocks,
+                num_layers=self._expected_layers(layer_idx),
+                block_size=self.block_size,
+            )
+            self.pools.append(pool)
+        slot = pool.claim_slot()
+        blocks = LayerBlocks(pool.keys[:, slot], pool.values[:, slot], self._table_on(shape.device))
+        self._layers[layer_idx] = (pool, slot, blocks)
+        return blocks
+
+    def apply(self, reservation: Reservation) -> None:
+        """Bring pools and tables up to what the manager has just reserved."""
+        if reservation.copies:
+            src, dst = (list(ids) for ids in zip(*reservation.copies, strict=True))
+            for pool in self.pools:
+                pool.copy_blocks(src, dst)
+        self.sync_tables(reservation.changed_from)
+
+    def reorder(self, row_indices: Sequence[int]) -> None:
+        """Make the rows copies of the given old rows, by reference."""
+        self.manager.reorder(row_indices)
+        self.sync_tables()
+
+    def grow(self, num_blocks: int) -> None:
+        """Enlarge every pool to `num_blocks`; ids and contents stay."""
+        self.manager.pool.grow(num_blocks - self.num_blocks)
+        for pool in self.pools:
+            pool.grow(num_blocks)
+        for pool, slot, blocks in self._layers.values():
+            blocks.keys, blocks.values, blocks.native = pool.keys[:, slot], pool.values[:, slot], None
+
+    def has_gap(self, start: int) -> bool:
+        """Whether a token from `start` on is not stored, as of a prompt longer than the window."""
+        tables = self.manager.tables
+        return bool(tables) and NULL_BLOCK in tables[0].ids[start // self.block_size :]
+
+    def sync_tables(self, from_column: int = 0) -> None:
+        """Copy the manager's rows, from one block column on, to the tables that kernels read."""
+        rows = [table.ids for table in self.manager.tables]
+        for device, table in self._tables.items():
+            if not self._fits(table, rows):
+                table = self._new_table(device, rows)
+                from_column = 0
+            _write_rows(table, rows, from_column)
+
+    def _expected_layers(self, layer_idx: int) -> int:
+        hint = self.specs[layer_idx]
+        return sum(1 for index, spec in self.specs.items() if spec == hint and index not in self._layers)
+
+    def _table_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._tables:
+            rows = [table.ids for table in self.manager.tables]
+            _write_rows(self._new_table(device, rows), rows, 0)
+        return self._tables[device]
+
+    @staticmethod
+    def _fits(table: torch.Tensor, rows: list[list[int]]) -> bool:
+        return table.shape[0] == len(rows) and all(len(row) <= table.shape[1] for row in rows)
+
+    def _new_table(self, device: torch.device, rows: list[list[int]]) -> torch.Tensor:
+        """A table that a full pool never outgrows, handed to every layer on that device."""
+        longest = max((len(row) for row in rows), default=0)
+        columns = max(self.num_blocks, 2 * longest, 1)
+        with torch.inference_mode(False):
+            table = torch.full((len(rows), columns), NULL_BLOCK, dtype=torch.int32, device=device)
+        self._tables[device] = table
+        for pool, _, blocks in self._layers.values():
+            if pool.shape.device == device:
+                blocks.table, blocks.native = table, None
+        return table
+
+
+def _write_rows(table: torch.Tensor, rows: list[list[int]], from_column: int) -> None:
+    if table.device.type == "cpu":
+        array = table.numpy()
+        for index, row in enumerate(rows):
+            array[index, from_column : len(row)] = row[from_column:]
+        return
+    width = max((len(row) for row in rows), default=0) - from_column
+    if width <= 0:
+        return
+    padded = np.full((len(rows), width), NULL_BLOCK, dtype=np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row) - from_column] = row[from_column:]
+    table[:, from_column : from_column + width] = torch.from_numpy(padded).to(table.device, non_blocking=True)

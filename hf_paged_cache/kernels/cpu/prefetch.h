@@ -1,0 +1,24 @@
+// Fetching the next tile while this one is being computed.
+#pragma once
+
+#include <cstdint>
+
+namespace paged {
+
+constexpr int kLineBytes = 64;
+
+// Asks for the cache lines of `bytes` bytes at `p`, the `piece`-th such piece of a row. Pieces smaller than a line ask
+// once a line. Prefetching never faults, so `p` may point anywhere.
+inline void prefetch_piece(const void* p, int bytes, int piece) {
+  if (bytes < kLineBytes && (piece * bytes) % kLineBytes != 0) return;
+  for (int offset = 0; offset < bytes; offset += kLineBytes) {
+    __builtin_prefetch(static_cast<const char*>(p) + offset, 0, 2);
+  }
+}
+
+template <class T>
+inline const T* moved(const T* p, std::int64_t bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<std::intptr_t>(p) + bytes);
+}
+
+}  // namespace paged

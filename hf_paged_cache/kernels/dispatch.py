@@ -1,0 +1,267 @@
+"""Which backend answers a call, and why not a faster one.
+
+Every backend is a module with the functions of `Backend`; `_BACKENDS` lists them, fastest first. The choice
+is made once for each kind of blocks and then costs under a microsecond a call. `HF_PAGED_CACHE_BACKEND`
+forces one by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast, overload
+
+import torch
+
+from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
+
+from .problem import Attention, LayerBlocks
+
+logger = logging.getLogger("hf_paged_cache")
+
+ENVIRONMENT_VARIABLE = "HF_PAGED_CACHE_BACKEND"
+
+
+class Backend(Protocol):
+    """What a backend's module provides; `reference` says what each function means."""
+
+    def unavailable_reason(self) -> str | None:
+        """None if it runs on this machine, otherwise a sentence. May compile."""
+
+    def unsupported_reason(self, blocks: LayerBlocks) -> str | None:
+        """None if it can serve these blocks, otherwise a sentence. Compiles nothing."""
+
+    def write(
+        self, blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
+    ) -> None:
+        """Store new tokens."""
+
+    def decode(
+        self, blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend stored tokens."""
+
+    def copy_blocks(self, pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
+        """Copy whole blocks inside a pool."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A row of the registry.
+
+    Attributes:
+        module: Imported when the backend is first considered.
+        devices: Device types that it serves; None for all.
+    """
+
+    module: str
+    devices: frozenset[str] | None = None
+
+    def load(self) -> Backend:
+        return cast(Backend, importlib.import_module(self.module, __package__))
+
+
+# A kernel for another device is one more row, above those it is faster than.
+_BACKENDS: dict[str, _Entry] = {
+    "cpp": _Entry(".cpu", frozenset({"cpu"})),
+    "torch": _Entry(".torch_blocks"),
+    "reference": _Entry(".reference"),
+}
+
+# `os.environ.get` raises and catches a KeyError when the name is not set: 0.7 µs, more than all the rest of a
+# dispatch.
+_environment: dict[Any, Any] = getattr(os.environ, "_data", cast("dict[Any, Any]", os.environ))
+_environment_key: Any = (
+    ENVIRONMENT_VARIABLE if _environment is os.environ else os.environ.encodekey(ENVIRONMENT_VARIABLE)
+)
+
+_chosen: dict[tuple[object, ...], tuple[str, Backend]] = {}
+_said: set[str] = set()
+
+
+def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
+    """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
+
+    Tokens that fall into a null block are dropped.
+
+    Args:
+        blocks: Changed in place.
+        key_states: `[batch, kv_heads, tokens, head_dim]`, dtype and device of the blocks.
+        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
+        start: Position of the first new token, the same in every row.
+
+    Raises:
+        BackendUnavailable: The backend forced by `HF_PAGED_CACHE_BACKEND` cannot serve these blocks.
+        PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
+    """
+    _backend(blocks).write(blocks, key_states, value_states, start)
+
+
+@overload
+def decode(blocks: LayerBlocks, a: Attention, *, return_lse: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def decode(
+    blocks: LayerBlocks, a: Attention, *, return_lse: Literal[True]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def decode(
+    blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend the stored tokens `[a.start, a.end)`.
+
+    Args:
+        blocks: Keys and values. Not changed.
+        a: The question; every field is honoured.
+        return_lse: Also return the log-sum-exp that merges this answer with another part's.
+
+    Returns:
+        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
+        nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
+        denominator, the sink included; -inf where there is neither a visible token nor a sink.
+
+    Raises:
+        BackendUnavailable: The backend forced by `HF_PAGED_CACHE_BACKEND` cannot serve these blocks.
+        PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
+    """
+    return _backend(blocks).decode(blocks, a, return_lse=return_lse)
+
+
+def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored tokens `[start, end)` as dense tensors; null blocks read as zeros.
+
+    Returns:
+        Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, contiguous copies.
+    """
+    from . import reference, torch_blocks
+
+    # Copying is all that it is, so one version in torch serves every backend but the reference.
+    if _forced() == "reference":
+        return reference.gather(blocks, start, end)
+    return torch_blocks.gather(blocks, start, end)
+
+
+def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
+    """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
+
+    Args:
+        pool: `[num_blocks, ...]`, contiguous, changed in place.
+        src: Block ids to read.
+        dst: As many distinct block ids to overwrite.
+
+    Raises:
+        BackendUnavailable: The backend forced by `HF_PAGED_CACHE_BACKEND` cannot run on this device.
+        PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
+    """
+    key = (_environment.get(_environment_key), pool.device)
+    chosen = _chosen.get(key) or _choose(key, pool.device, None)
+    chosen[1].copy_blocks(pool, src, dst)
+
+
+def backend_name(blocks: LayerBlocks) -> str:
+    """The name of the backend that serves these blocks.
+
+    Raises:
+        BackendUnavailable: The backend forced by `HF_PAGED_CACHE_BACKEND` cannot serve them.
+        PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
+    """
+    return _choice(blocks)[0]
+
+
+def scratch_bytes() -> int:
+    """Bytes of working memory that backends in use keep between calls, for all caches of the process."""
+    in_use = dict(_chosen.values())
+    return sum(backend.scratch_bytes() for backend in in_use.values() if hasattr(backend, "scratch_bytes"))
+
+
+def explain(blocks: LayerBlocks) -> list[tuple[str, str]]:
+    """Each backend, fastest first, with whether it runs for these blocks or why it does not. May compile.
+
+    Raises:
+        PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
+    """
+    forced, taken = _forced(), False
+    lines: list[tuple[str, str]] = []
+    for name, entry in _BACKENDS.items():
+        reason = _refusal(entry, blocks.keys.device, blocks)
+        if reason is None and forced not in (None, name):
+            reason = f"not asked for: {ENVIRONMENT_VARIABLE}={forced}"
+        if reason is None and taken:
+            reason = "a faster one runs"
+        if reason is None:
+            taken, reason = True, _will_run(entry)
+        lines.append((name, reason))
+    return lines
+
+
+def _backend(blocks: LayerBlocks) -> Backend:
+    return _choice(blocks)[1]
+
+
+def _choice(blocks: LayerBlocks) -> tuple[str, Backend]:
+    keys = blocks.keys
+    # Strides tell block size, head dims and contiguity, which with dtype and device is all that backends
+    # differ in.
+    key = (
+        _environment.get(_environment_key),
+        keys.dtype,
+        keys.device,
+        keys.stride(),
+        blocks.values.stride(),
+    )
+    return _chosen.get(key) or _choose(key, keys.device, blocks)
+
+
+def _choose(key: tuple[object, ...], device: torch.device, blocks: LayerBlocks | None) -> tuple[str, Backend]:
+    forced = _forced()
+    refusals: list[str] = []
+    for name, entry in _BACKENDS.items():
+        if forced not in (None, name):
+            continue
+        reason = _refusal(entry, device, blocks)
+        if reason is None:
+            for refusal in refusals:
+                _say_once(f"{refusal} Using the slower backend {name!r}.")
+            _chosen[key] = name, entry.load()
+            return _chosen[key]
+        refusals.append(f"Backend {name!r} does not run: {reason}")
+    if forced is None:
+        raise AssertionError("the torch backend serves everything, so one is always found")
+    raise BackendUnavailable(
+        f"{ENVIRONMENT_VARIABLE}={forced}, but {refusals[0]} "
+        "Unset the variable to let the fastest backend that can run take over."
+    )
+
+
+def _refusal(entry: _Entry, device: torch.device, blocks: LayerBlocks | None) -> str | None:
+    """Why a backend does not serve these blocks, or where there are none, pools on this device."""
+    if entry.devices is not None and device.type not in entry.devices:
+        return f"It runs on {', '.join(sorted(entry.devices))}; the blocks are on {device}."
+    backend = entry.load()
+    return (
+        backend.unsupported_reason(blocks) if blocks is not None else None
+    ) or backend.unavailable_reason()
+
+
+def _will_run(entry: _Entry) -> str:
+    isa = getattr(entry.load(), "isa", None)
+    return "will run" if isa is None else f"will run ({isa()})"
+
+
+def _forced() -> str | None:
+    """The backend that the environment asks for."""
+    name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
+    if name and name not in _BACKENDS:
+        raise PagedCacheError(
+            f"{ENVIRONMENT_VARIABLE} must be one of {', '.join(_BACKENDS)}, or unset for the fastest "
+            f"that can run; got {name!r}"
+        )
+    return name or None
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)

@@ -1,0 +1,141 @@
+"""The meaning of every kernel, in loops: slow, obvious, and what the fast backends are held to.
+
+Nothing that a query may not see is ever read into its sum, so whatever lies in unused slots cannot leak.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .problem import NULL_BLOCK, Attention, LayerBlocks
+
+ACCUMULATE_DTYPE = torch.float32
+"""What sums are kept in. Tests set float64; float64 queries are always summed in float64."""
+
+
+def unavailable_reason() -> str | None:
+    """None: plain torch runs wherever torch does."""
+    return None
+
+
+def unsupported_reason(blocks: LayerBlocks) -> str | None:
+    """None: every dtype and device is served."""
+    return None
+
+
+def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
+    """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
+
+    Tokens that fall into a null block are dropped.
+
+    Args:
+        blocks: Changed in place.
+        key_states: `[batch, kv_heads, tokens, head_dim]`.
+        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
+        start: Position of the first new token, the same in every row.
+    """
+    batch, _, tokens, _ = key_states.shape
+    for row in range(batch):
+        for token in range(tokens):
+            column, slot = divmod(start + token, blocks.block_size)
+            block = int(blocks.table[row, column])
+            if block != NULL_BLOCK:
+                blocks.keys[block, :, slot] = key_states[row, :, token]
+                blocks.values[block, :, slot] = value_states[row, :, token]
+
+
+def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored tokens `[start, end)` as dense tensors; null blocks read as zeros.
+
+    Returns:
+        Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, copies.
+    """
+    batch, heads = blocks.table.shape[0], blocks.keys.shape[1]
+    keys = blocks.keys.new_zeros(batch, heads, end - start, blocks.keys.shape[3])
+    values = blocks.values.new_zeros(batch, heads, end - start, blocks.values.shape[3])
+    for row in range(batch):
+        for position in range(start, end):
+            column, slot = divmod(position, blocks.block_size)
+            block = int(blocks.table[row, column])
+            if block != NULL_BLOCK:
+                keys[row, :, position - start] = blocks.keys[block, :, slot]
+                values[row, :, position - start] = blocks.values[block, :, slot]
+    return keys, values
+
+
+def decode(
+    blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend the stored tokens `[a.start, a.end)`.
+
+    Args:
+        blocks: Keys and values. Not changed.
+        a: The question; every field is honoured.
+        return_lse: Also return the log-sum-exp that merges this answer with another part's.
+
+    Returns:
+        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
+        nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
+        denominator, the sink included; -inf where there is neither a visible token nor a sink.
+    """
+    batch, q_heads, q_tokens, _ = a.query.shape
+    dtype = torch.float64 if a.query.dtype == torch.float64 else ACCUMULATE_DTYPE
+    keys, values = gather(blocks, a.start, a.end)
+    visible, bias = _visible_and_bias(blocks, a, dtype)
+    out = torch.zeros(batch, q_tokens, q_heads, values.shape[3], dtype=dtype, device=a.query.device)
+    lse = torch.full((batch, q_heads, q_tokens), -torch.inf, dtype=dtype, device=a.query.device)
+    group = q_heads // keys.shape[1]
+    for row in range(batch):
+        for head in range(q_heads):
+            sink = None if a.sinks is None else a.sinks[head].to(dtype)
+            for i in range(q_tokens):
+                seen = visible[row, head, i].nonzero()[:, 0]
+                scores = keys[row, head // group, seen].to(dtype) @ a.query[row, head, i].to(dtype) * a.scale
+                if a.softcap is not None:
+                    scores = a.softcap * torch.tanh(scores / a.softcap)
+                scores = scores + bias[row, head, i, seen]
+                logits = scores if sink is None else torch.cat([scores, sink[None]])
+                lse[row, head, i] = torch.logsumexp(logits, dim=0) if len(logits) else -torch.inf
+                # softmax, not exp(score - lse): a mask of finfo.min swallows the scores, and lse with them.
+                weights = torch.softmax(logits, dim=0)[: len(seen)]
+                out[row, i, head] = weights @ values[row, head // group, seen].to(dtype)
+    out = out.to(a.query.dtype)
+    return (out, lse.float()) if return_lse else out
+
+
+def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
+    """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
+
+    Args:
+        pool: `[num_blocks, ...]`, changed in place.
+        src: Block ids to read.
+        dst: As many distinct block ids to overwrite.
+    """
+    contents = [pool[source].clone() for source in src]
+    for content, target in zip(contents, dst, strict=True):
+        pool[target] = content
+
+
+def _visible_and_bias(
+    blocks: LayerBlocks, a: Attention, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which token a query sees, and what is added to its score: `[batch, q_heads, q_tokens, end - start]`."""
+    batch, q_heads, q_tokens, _ = a.query.shape
+    device = a.query.device
+    shape = (batch, q_heads, q_tokens, a.end - a.start)
+    positions = torch.arange(a.start, a.end, device=device)
+    stored = blocks.table[:, positions // blocks.block_size] != NULL_BLOCK
+    visible = stored[:, None, None, :].expand(shape).clone()
+    first_query = a.end - q_tokens if a.queries_are_last else a.end
+    query_positions = torch.arange(first_query, first_query + q_tokens, device=device)[:, None]
+    if a.causal:
+        visible &= positions <= query_positions
+    if a.window is not None:
+        visible &= positions > query_positions - a.window
+    bias = torch.zeros(shape, dtype=dtype, device=device)
+    if a.mask is not None and a.mask.dtype == torch.bool:
+        visible &= a.mask
+    elif a.mask is not None:
+        visible &= a.mask != -torch.inf
+        bias += a.mask.to(dtype)
+    return visible, bias

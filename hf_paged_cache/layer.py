@@ -1,0 +1,284 @@
+"""One attention layer of a `PagedCache`, with the methods that `transformers` calls on a layer."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .errors import CacheMismatchError, PagedCacheError
+from .kernels import dispatch
+from .kernels.problem import LayerBlocks
+from .masks import PagedLength
+from .state import CacheState
+from .view import PagedView, StoredKV
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
+    """A layer whose K and V lie in blocks.
+
+    Rows, lengths and blocks belong to the cache as a whole, so whatever changes them (`crop`, `reset`,
+    reordering) is called on the cache.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, state: CacheState, layer_idx: int) -> None:
+        self._state = state
+        self.layer_idx = layer_idx
+        self._blocks: LayerBlocks | None = None
+
+    # --- what attention calls -------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take a place in a pool for K `[batch, kv_heads, tokens, head_dim]` and V of these shapes."""
+        if self._blocks is None:
+            self._blocks = self._state.claim(self.layer_idx, key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new K and V into blocks; return all that attention may see.
+
+        Args:
+            key_states: `[batch, kv_heads, new tokens, head_dim]`.
+            value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
+            *args: Ignored; newer versions of `transformers` pass more.
+            **kwargs: Ignored.
+
+        Returns:
+            K and V `[batch, kv_heads, tokens, head_dim]`. With no history these are the tensors given; else
+            views that become dense when touched.
+
+        Raises:
+            CacheMismatchError: Shape, dtype or device do not fit what the cache holds, or there are no new
+                tokens.
+            PoolExhausted: No room; nothing was written in any layer.
+        """
+        state = self._state
+        self._check(key_states, value_states)
+        start = state.tokens[self.layer_idx]
+        if start != state.step_start or start + key_states.shape[2] != state.step_end:
+            state.begin_step(self.layer_idx, key_states, value_states)
+        blocks = self._blocks
+        if blocks is None:
+            blocks = self._claim(key_states, value_states)
+        dispatch.write(blocks, key_states, value_states, start)
+        state.written(self.layer_idx)
+        if self._first_visible(start) == start:
+            return key_states, value_states
+        stored = StoredKV(
+            state.group_of(self.layer_idx),
+            blocks,
+            self.layer_idx,
+            self._first_visible(start),
+            state.step_end,
+            key_states,
+            value_states,
+        )
+        return stored.views()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that the next forward of `query_length` tokens will attend."""
+        if query_length == 0:
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: no new tokens. The cache already holds {self.get_seq_length()} "
+                "tokens per row, and the prompt has no more than that; pass a longer prompt, "
+                "`cache.crop(...)` what differs, or `cache.reset()`"
+            )
+        tokens = self.get_seq_length()
+        first = self._first_visible(tokens)
+        return PagedLength(tokens - first + query_length), first
+
+    def get_seq_length(self) -> int:
+        """Tokens per row that this layer has seen."""
+        return self._state.tokens[self.layer_idx]
+
+    def get_max_length(self) -> int:
+        """-1: no fixed length per row; the pool bounds the sum over rows."""
+        return -1
+
+    # --- what people read -----------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
+        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none."""
+        views = self._stored_views()
+        return views[0] if views else None
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
+        """Stored V `[batch, kv_heads, tokens, v_head_dim]`, dense when touched; None if there is none."""
+        views = self._stored_views()
+        return views[1] if views else None
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute in the host
+        """Whether K and V of this layer have a place."""
+        return self._blocks is not None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the stored K and V."""
+        return None if self._blocks is None else self._blocks.keys.device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the stored K and V."""
+        return None if self._blocks is None else self._blocks.keys.dtype
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the kernels that serve this layer; None before the first update."""
+        return None if self._blocks is None else dispatch.backend_name(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.get_seq_length()} tokens)"
+
+    # --- what belongs to the cache --------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("reset")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("crop")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("batch_select_indices")
+
+    def offload(self) -> None:
+        """Refused: blocks are not moved layer by layer."""
+        self._refuse("offload")
+
+    def prefetch(self) -> None:
+        """Refused: blocks are not moved layer by layer."""
+        self._refuse("prefetch")
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _first_visible(self, tokens: int) -> int:
+        """First stored token that a query after `tokens` tokens attends."""
+        return 0
+
+    def _stored_views(self) -> tuple[PagedView, PagedView] | None:
+        if self._blocks is None or not self._state.batch:
+            return None
+        tokens = self.get_seq_length()
+        group = self._state.group_of(self.layer_idx)
+        return StoredKV(group, self._blocks, self.layer_idx, self._first_visible(tokens), tokens).views()
+
+    def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+        try:
+            self.lazy_initialization(key_states, value_states)
+        except BaseException:
+            # Out of memory, most likely: earlier layers have written this step already.
+            self._state.abort_step()
+            raise
+        assert self._blocks is not None, "a layer has blocks once it is initialised"
+        return self._blocks
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        blocks, batch = self._blocks, self._state.batch
+        k, v = key_states.shape, value_states.shape
+        if (
+            len(k) == 4
+            and len(v) == 4
+            and k[:3] == v[:3]
+            and (not batch or k[0] == batch)
+            and key_states.dtype == value_states.dtype
+            and (
+                blocks is None
+                or (
+                    k[1] == blocks.keys.shape[1]
+                    and k[3] == blocks.keys.shape[3]
+                    and v[3] == blocks.values.shape[3]
+                    and key_states.dtype == blocks.keys.dtype
+                    and key_states.device == blocks.keys.device
+                )
+            )
+        ):
+            return
+        self._raise_mismatch(key_states, value_states)
+
+    def _raise_mismatch(self, key_states: torch.Tensor, value_states: torch.Tensor) -> NoReturn:
+        batch, blocks = self._state.batch, self._blocks
+        got = (
+            f"K {tuple(key_states.shape)} {key_states.dtype} on {key_states.device} and "
+            f"V {tuple(value_states.shape)} {value_states.dtype}"
+        )
+        if key_states.dim() != 4 or value_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3]:
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must be [batch, kv_heads, tokens, head_dim] and agree in "
+                f"the first three; got {got}"
+            )
+        if batch and key_states.shape[0] != batch:
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: the cache holds {batch} rows, got {got}. Use "
+                "`cache.batch_repeat_interleave(n)` to give every row n copies, "
+                "`cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for a new batch"
+            )
+        if blocks is None:
+            raise CacheMismatchError(f"layer {self.layer_idx}: K and V must have one dtype; got {got}")
+        expected = (
+            f"{blocks.keys.shape[1]} kv heads, head_dim {blocks.keys.shape[3]} (K) and "
+            f"{blocks.values.shape[3]} (V), {blocks.keys.dtype} on {blocks.keys.device}"
+        )
+        raise CacheMismatchError(
+            f"layer {self.layer_idx}: this cache stores {expected}; got {got}. A cache serves one model in "
+            "one dtype on one device: make a new PagedCache for another"
+        )
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise PagedCacheError(
+            f"`{method}` of a single layer: the layers of a PagedCache share their blocks; call "
+            f"`cache.{method}(...)`"
+        )
+
+
+class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
+    """A layer that attends a window (sliding or chunked attention): blocks outside it are given back.
+
+    Attributes:
+        sliding_window: Tokens a query sees, itself included.
+    """
+
+    is_sliding = True
+
+    def __init__(self, state: CacheState, layer_idx: int, sliding_window: int) -> None:
+        super().__init__(state, layer_idx)
+        self.sliding_window = sliding_window
+        self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
+
+    @property
+    def record_past(self) -> bool:
+        """Whether blocks outside the window are kept until the next `crop`."""
+        return self._state.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._state.record_past = value
+
+    def activate_past_recording(self) -> None:
+        """Keep what the window would drop, so that `crop` can roll back."""
+        self._state.record_past = True
+
+    def get_max_length(self) -> int:
+        """Tokens a query sees."""
+        return self.sliding_window
+
+    def _first_visible(self, tokens: int) -> int:
+        return max(0, tokens - (self.sliding_window - 1))

@@ -1,0 +1,125 @@
+"""Masks that are written down only if somebody needs them written down.
+
+The host makes a 4-D mask for every forward with history or padding, and its size grows with the context. A
+paged kernel needs less: that the pattern is causal, and which tokens are padding. So the mask function
+registered here returns a tensor that stands for the host's mask and becomes it when touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import compat
+from .errors import CacheMismatchError
+from .lazy import LazyTensor, make_wrapper
+
+
+class PagedLength(int):
+    """The key length that a `PagedCache` announces: an int that the mask function can recognise.
+
+    Masks are made before K and V are, and the host does not say for which cache. Masks for any other cache
+    are left to the host.
+    """
+
+
+class LazyMask(LazyTensor):
+    """Stands for a causal 4-D mask `[batch, 1, q_tokens, kv_tokens]`.
+
+    Attributes:
+        padding: Boolean `[batch, kv_tokens]`, False where a token is padding; None if none is.
+    """
+
+    padding: torch.Tensor | None
+    _make: Callable[[], torch.Tensor]
+    _dense: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        make: Callable[[], torch.Tensor],
+        padding: torch.Tensor | None,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LazyMask:
+        """A mask of `shape`, without storage."""
+        mask: LazyMask = make_wrapper(cls, shape, dtype, device)
+        mask._make = make
+        mask._dense = None
+        mask.padding = padding
+        return mask
+
+    def dense(self) -> torch.Tensor:
+        """The host's own mask, made once."""
+        if self._dense is None:
+            self._dense = self._make()
+        return self._dense
+
+    def origin(self) -> str:
+        """Kind of mask."""
+        return "causal mask" if self.padding is None else "causal mask with padding"
+
+
+def make_mask_function(implementation: str) -> Callable[..., Any]:
+    """A mask function that stands in for the one of `implementation`.
+
+    For a `PagedCache` it returns a `LazyMask` where the pattern is causal over all tokens seen; in every
+    other case what that implementation's own function returns.
+    """
+
+    def paged_mask(*args: Any, **kwargs: Any) -> Any:
+        host = compat.mask_function(implementation)
+        if not isinstance(kwargs.get("kv_length"), PagedLength):
+            return host(*args, **kwargs)
+        _check_length(kwargs)
+        shape = _causal_shape(kwargs)
+        if shape is None:
+            return host(*args, **kwargs)
+        batch, q_tokens, kv_tokens, padding = shape
+        if padding is not None and bool(padding.all()):
+            padding = None
+        if implementation == "sdpa" and padding is None and (q_tokens == 1 or q_tokens == kv_tokens):
+            return None  # what the host returns here
+        dtype = torch.bool if implementation == "sdpa" else kwargs.get("dtype", torch.float32)
+        device = torch.device(kwargs.get("device", "cpu"))
+        return LazyMask(
+            lambda: host(*args, **kwargs), padding, (batch, 1, q_tokens, kv_tokens), dtype, device
+        )
+
+    return paged_mask
+
+
+def _check_length(kwargs: dict[str, Any]) -> None:
+    """A mask shorter than history and new tokens together would silently hide the newest ones."""
+    mask, new = kwargs.get("attention_mask"), kwargs["q_length"]
+    tokens = kwargs["kv_length"] + kwargs.get("kv_offset", 0)
+    if mask is not None and mask.dim() == 2 and mask.shape[1] < tokens:
+        raise CacheMismatchError(
+            f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {tokens - new} per row and "
+            f"{new} new ones came. Pass the whole conversation (ids and mask), longer than what is cached; "
+            "`cache.crop(...)` what differs, or `cache.reset()`"
+        )
+
+
+def _causal_shape(kwargs: dict[str, Any]) -> tuple[int, int, int, torch.Tensor | None] | None:
+    """(batch, q tokens, kv tokens, padding) if the mask is causal over all tokens, else None."""
+    if torch.compiler.is_compiling() or kwargs.get("use_vmap") or kwargs.get("local_size") is not None:
+        return None
+    if not kwargs.get("allow_is_causal_skip", False) or not compat.is_plain_causal(
+        kwargs.get("mask_function")
+    ):
+        return None
+    q_tokens, kv_tokens, q_offset = kwargs["q_length"], kwargs["kv_length"], kwargs.get("q_offset", 0)
+    if (
+        isinstance(q_offset, torch.Tensor)
+        or kwargs.get("kv_offset", 0) != 0
+        or q_offset + q_tokens != kv_tokens
+    ):
+        return None
+    padding = kwargs.get("attention_mask")
+    if padding is not None and (padding.dim() != 2 or padding.shape[1] != kv_tokens):
+        return None
+    return kwargs["batch_size"], q_tokens, int(kv_tokens), padding

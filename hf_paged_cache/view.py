@@ -1,0 +1,132 @@
+"""Lazy views of stored K and V.
+
+The attention function of this package reads the blocks behind a view. Anything else that touches one (another
+attention function, a hook, user code) gets the dense tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import StaleViewError
+from .kernels import dispatch
+from .lazy import LazyTensor, make_wrapper
+
+if TYPE_CHECKING:
+    from .group import LayerGroup
+    from .kernels.problem import LayerBlocks
+
+
+class StoredKV:
+    """K and V of one layer over stored tokens `[start, end)`, and what of them this forward brought.
+
+    Attributes:
+        blocks: Where the layer's K and V lie.
+        group: Whose tables put them in order.
+        layer_idx: Index of the layer, for messages.
+        start: First token of the view.
+        end: One past the last token.
+        fresh_keys: `[batch, kv_heads, new tokens, head_dim]` as the model gave them, the last tokens of the
+            view; None for a view that was not returned by `update`.
+        fresh_values: The same for V.
+    """
+
+    __slots__ = (
+        "_dense",
+        "_version",
+        "blocks",
+        "end",
+        "fresh_keys",
+        "fresh_values",
+        "group",
+        "layer_idx",
+        "start",
+    )
+
+    def __init__(
+        self,
+        group: LayerGroup,
+        blocks: LayerBlocks,
+        layer_idx: int,
+        start: int,
+        end: int,
+        fresh_keys: torch.Tensor | None = None,
+        fresh_values: torch.Tensor | None = None,
+    ) -> None:
+        self.group = group
+        self.blocks = blocks
+        self.layer_idx = layer_idx
+        self.start = start
+        self.end = end
+        self.fresh_keys = fresh_keys
+        self.fresh_values = fresh_values
+        self._version = group.manager.version
+        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def history_end(self) -> int:
+        """One past the last token that earlier forwards stored."""
+        return self.end if self.fresh_keys is None else self.end - self.fresh_keys.shape[2]
+
+    @property
+    def is_materialised(self) -> bool:
+        """Whether somebody has asked for the dense tensors."""
+        return self._dense is not None
+
+    def check_current(self) -> None:
+        """Raise if the blocks behind the view have changed since it was made."""
+        if self._version != self.group.manager.version:
+            raise StaleViewError(
+                f"this view of the K/V of layer {self.layer_idx} was made before the cache was cropped, "
+                "reordered or reset, and its blocks have moved on; read `cache.layers[i].keys` again, or "
+                "`.clone()` it in time"
+            )
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K `[batch, kv_heads, tokens, head_dim]` and V as ordinary tensors, built once per view."""
+        if self._dense is None:
+            self.check_current()
+            keys, values = dispatch.gather(self.blocks, self.start, self.history_end)
+            if self.fresh_keys is not None and self.fresh_values is not None:
+                # What a window layer will not need again was never stored, so the new tokens are taken from
+                # here.
+                keys = torch.cat((keys, self.fresh_keys), dim=2)
+                values = torch.cat((values, self.fresh_values), dim=2)
+            self._dense = keys, values
+        return self._dense
+
+    def views(self) -> tuple[PagedView, PagedView]:
+        """The lazy K and V that stand for this."""
+        keys, values = self.blocks.keys, self.blocks.values
+        batch, tokens = self.blocks.table.shape[0], self.end - self.start
+        return (
+            PagedView(self, 0, (batch, keys.shape[1], tokens, keys.shape[3]), keys.dtype, keys.device),
+            PagedView(self, 1, (batch, keys.shape[1], tokens, values.shape[3]), keys.dtype, keys.device),
+        )
+
+
+class PagedView(LazyTensor):
+    """Stands for the dense K (side 0) or V (side 1) of one layer."""
+
+    stored: StoredKV
+    side: int
+
+    @staticmethod
+    def __new__(
+        cls, stored: StoredKV, side: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> PagedView:
+        """A view of `shape`, without storage."""
+        view: PagedView = make_wrapper(cls, shape, dtype, device)
+        view.stored = stored
+        view.side = side
+        return view
+
+    def dense(self) -> torch.Tensor:
+        """The ordinary tensor `[batch, kv_heads, tokens, head_dim]`."""
+        return self.stored.dense()[self.side]
+
+    def origin(self) -> str:
+        """Side and layer."""
+        return f"stored {'values' if self.side else 'keys'} of layer {self.stored.layer_idx}"

@@ -1,0 +1,189 @@
+"""Random operations on rows against plain lists of tokens.
+
+The test plays the part of the tensors: it writes a token that is unique in the run into every slot that is
+reserved and makes the copies it is told to make. Whatever a table says is stored must read back as the row's
+own list has it. So a block that is released too early, or not copied, shows up as a wrong token.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hf_paged_cache.blocks import NULL_BLOCK, BlockManager
+from hf_paged_cache.errors import PagedCacheError
+
+started = precondition(lambda self: self.rows)
+
+
+class ManagerAgainstLists(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(2, 14),
+        block_size=st.sampled_from([1, 2, 4]),
+        window=st.none() | st.integers(1, 9),
+        batch=st.integers(1, 3),
+    )
+    def begin(self, num_blocks, block_size, window, batch):
+        self.manager = BlockManager(num_blocks, block_size, window)
+        self.manager.start(batch)
+        self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.memory: dict[tuple[int, int], int] = {}
+        self.held: list[tuple[list[int], dict[tuple[int, int], int]]] = []  # ids and their content
+        self.tokens = itertools.count()
+
+    def first_needed(self) -> int:
+        window = self.manager.window
+        return 0 if window is None else max(0, len(self.rows[0]) - window + 1)
+
+    def available(self) -> int:
+        return self.manager.pool.num_free + self.manager.pool.num_pending
+
+    def reserve_checked(self, count, keep_history):
+        """Reserve, checking all that a reservation promises, and make its copies."""
+        manager, before, available = self.manager, copy.deepcopy(self.manager), self.available()
+        needed = manager.blocks_needed(count, keep_history=keep_history)
+        reservation = manager.reserve(count, keep_history=keep_history)
+        assert (reservation is None) == (needed > available)
+        if reservation is None:
+            assert (manager.tables, manager.version) == (before.tables, before.version)
+            assert vars(manager.pool).keys() == vars(before.pool).keys()
+            assert manager.pool._states == before.pool._states
+            assert manager.pool._ref_counts == before.pool._ref_counts
+            return None
+        assert reservation.needed_blocks == needed == available - self.available()
+        changed = reservation.changed_from
+        pairs = list(zip(before.tables, manager.tables, strict=True))
+        assert all(old.ids[:changed] == new.ids[:changed] for old, new in pairs)
+        assert changed >= len(pairs[0][0].ids) or any(
+            old.ids[changed] != new.ids[changed] for old, new in pairs
+        )
+        lost = any(
+            NULL_BLOCK in new.ids[i : i + 1] for o, new in pairs for i, b in enumerate(o.ids) if b >= 0
+        )
+        assert (manager.version > before.version) == lost
+        for table in manager.tables:  # the first new query still sees its window
+            history = table.slots(self.first_needed(), reservation.start)
+            assert NULL_BLOCK not in [block_id for block_id, _ in history]
+        return reservation
+
+    def make_copies(self, copies):
+        for source, destination in copies:
+            for slot in range(self.manager.block_size):
+                self.memory[destination, slot] = self.memory.get((source, slot), -1)
+
+    def write(self, row, start, values):
+        slots = self.manager.tables[row].slots(start, start + len(values))
+        self.memory.update({slot: value for slot, value in zip(slots, values, strict=True) if slot[0] >= 0})
+
+    @started
+    @rule(count=st.integers(1, 14), keep_history=st.booleans())
+    def reserve(self, count, keep_history):
+        reservation = self.reserve_checked(count, keep_history)
+        if reservation is not None:
+            self.make_copies(reservation.copies)
+            for row, tokens in enumerate(self.rows):
+                values = [next(self.tokens) for _ in range(count)]
+                self.write(row, reservation.start, values)
+                tokens.extend(values)
+
+    @started
+    @rule(count=st.integers(1, 9), keep_history=st.booleans(), used=st.booleans())
+    def reserve_and_cancel(self, count, keep_history, used):
+        reservation = self.reserve_checked(count, keep_history)
+        if reservation is not None:
+            if used:
+                self.make_copies(reservation.copies)
+                for row in range(len(self.rows)):
+                    self.write(row, reservation.start, [-2] * count)
+            self.manager.cancel(reservation)
+
+    @started
+    @rule(data=st.data())
+    def crop(self, data):
+        length = data.draw(st.integers(0, len(self.rows[0])))
+        first = 0 if self.manager.window is None else max(0, length - self.manager.window + 1)
+        stored = [block_id for block_id, _ in self.manager.tables[0].slots(0, length)]
+        version = self.manager.version
+        # A started last block must be there too, so that the next token has a place.
+        first = min(first, length - length % self.manager.block_size)
+        if NULL_BLOCK in stored[first:]:
+            with pytest.raises(PagedCacheError, match="history was released"):
+                self.manager.crop(length)
+            assert self.manager.version == version
+            return
+        self.manager.check_crop(length)
+        assert self.manager.version == version
+        self.manager.crop(length)
+        assert (self.manager.version > version) == (length < len(self.rows[0]))
+        self.rows = [tokens[:length] for tokens in self.rows]
+
+    @started
+    @rule(data=st.data())
+    def reorder(self, data):
+        last = len(self.rows) - 1
+        sources = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=4))
+        version = self.manager.version
+        self.manager.reorder(sources)
+        assert (self.manager.version > version) == (sources != list(range(last + 1)))
+        self.rows = [list(self.rows[source]) for source in sources]
+
+    @started
+    @rule()
+    def release_outside_window(self):
+        version, free = self.manager.version, self.manager.pool.num_free
+        changed = self.manager.release_outside_window()
+        assert changed == (self.manager.version > version)
+        assert changed or self.manager.pool.num_free == free
+        table, block_size = self.manager.tables[0], self.manager.block_size
+        assert all(block_id == NULL_BLOCK for block_id in table.ids[: self.first_needed() // block_size])
+
+    @started
+    @rule(later=st.booleans(), batch=st.integers(1, 3))
+    def reset(self, later, batch):
+        self.manager.reset(later=later)
+        self.manager.start(batch)
+        self.rows = [[] for _ in range(batch)]
+
+    @started
+    @rule(data=st.data())
+    def hold(self, data):
+        """Somebody else shares the blocks of a row, as an index of prefixes does."""
+        row = data.draw(st.integers(0, len(self.rows) - 1))
+        table = self.manager.tables[row]
+        stored = {slot for slot in table.slots(0, table.num_tokens) if slot[0] >= 0}
+        self.manager.pool.share(table.stored_ids())
+        self.held.append((table.stored_ids(), {slot: self.memory[slot] for slot in stored}))
+
+    @precondition(lambda self: self.held)
+    @rule(keep=st.booleans())
+    def let_go(self, keep):
+        self.manager.pool.release(self.held.pop(0)[0], keep=keep)
+
+    @rule(count=st.integers(0, 2))
+    def grow(self, count):
+        self.manager.pool.grow(count)
+
+    @invariant()
+    def everything_stored_reads_back(self):
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check_integrity(block_ids for block_ids, _ in self.held)
+        assert self.manager.batch == len(self.rows)
+        for table, tokens in zip(self.manager.tables, self.rows, strict=True):
+            assert table.num_tokens == len(tokens)
+            for token, slot in enumerate(table.slots(0, len(tokens))):
+                if slot[0] == NULL_BLOCK:
+                    assert token < self.first_needed()
+                else:
+                    assert self.memory[slot] == tokens[token]
+        for _, content in self.held:
+            assert {slot: self.memory[slot] for slot in content} == content
+
+
+TestManagerAgainstLists = ManagerAgainstLists.TestCase
+TestManagerAgainstLists.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

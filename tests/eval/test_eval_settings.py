@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.errors import UsageError
+from eval.settings import Settings, resolve
+
+
+def _config(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_without_a_file_and_options_the_defaults_hold() -> None:
+    assert resolve(None, {"limit": None, "tasks": None}) == Settings()
+
+
+def test_the_file_overrides_defaults_and_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    config = _config(tmp_path, "limit: 3\nbatch_size: 5\ntasks: [translation]\n")
+    settings = resolve(config, {"batch_size": 2, "caches": "dynamic", "seed": None})
+    assert settings == Settings(limit=3, batch_size=2, tasks=("translation",), caches=("dynamic",))
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("summarization,translation", ("summarization", "translation")),
+        (" translation , summarization ,", ("translation", "summarization")),
+        (["translation", "translation"], ("translation",)),
+    ],
+)
+def test_names_come_as_a_list_or_with_commas_and_keep_their_order(given: Any, names: tuple[str, ...]) -> None:
+    assert resolve(None, {"tasks": given}).tasks == names
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert resolve(_config(tmp_path, "# nothing\n"), {}) == Settings()
+
+
+def test_a_written_config_resolves_to_the_same_settings(tmp_path: Path) -> None:
+    import yaml
+
+    settings = Settings(limit=2, output="somewhere", max_new_tokens=4)
+    assert resolve(_config(tmp_path, yaml.safe_dump(settings.to_dict())), {}) == settings
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "message"),
+    [
+        ("limits: 3", "unknown setting 'limits'; choose from: batch_size, caches, "),
+        ("tasks: [poetry]", "unknown task 'poetry'; choose from: summarization, translation"),
+        ("caches: dynamic,fast", "unknown cache 'fast'; choose from: dynamic, paged"),
+        ("dtype: float8", "unknown dtype 'float8'; choose from: bfloat16, float16, float32"),
+        ("limit: many", "limit must be an integer of at least 1, got 'many'"),
+        ("limit: true", "limit must be an integer of at least 1, got True"),
+        ("batch_size: 0", "batch_size must be an integer of at least 1, got 0"),
+        ("seed: -1", "seed must be an integer of at least 0, got -1"),
+        ("limit: null", "limit must be an integer of at least 1, got None"),
+        ("model: 7", "model must be a non-empty string, got 7"),
+        ("tasks: []", "tasks must name at least one of them, got []"),
+        ("tasks: {a: 1}", "tasks must be a list of names or one comma-separated string"),
+        ("- limit", "holds a list, not a mapping of settings"),
+        ("a: [", "cannot read the config file"),
+    ],
+)
+def test_a_bad_config_is_refused_in_one_line(tmp_path: Path, yaml_text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(_config(tmp_path, yaml_text), {})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_config_file_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read the config file"):
+        resolve(tmp_path / "no.yaml", {})

@@ -1,0 +1,299 @@
+"""Bad input gets an error that names what was expected and what came, and leaves the cache as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLNetConfig,
+)
+
+from hf_paged_cache import (
+    CacheMismatchError,
+    PagedCache,
+    PagedCacheError,
+    PoolExhausted,
+    StaleViewError,
+    UnsupportedLayerError,
+)
+
+CONFIG = LlamaConfig(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    eos_token_id=None,
+    bos_token_id=1,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG).eval()
+
+
+def kv(batch: int = 2, heads: int = 2, tokens: int = 5, dim: int = 16, **kwargs: Any) -> torch.Tensor:
+    return torch.ones(batch, heads, tokens, dim, **kwargs)
+
+
+def filled(tokens: int = 5, **kwargs: Any) -> PagedCache:
+    cache = PagedCache(CONFIG, block_size=16, **kwargs)
+    for layer in range(3):
+        cache.update(kv(tokens=tokens), kv(tokens=tokens), layer)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"block_size": 48}, r"block_size must be a power of two from 16 to 256, got 48"),
+        ({"block_size": 8}, r"block_size .* got 8"),
+        ({"block_size": 512}, r"block_size .* got 512"),
+        ({"block_size": 64.0}, r"block_size .* got 64\.0"),
+        ({"block_size": True}, r"block_size .* got True"),
+        ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype must be one of auto, got 'int3'"),
+        ({"max_tokens": 0}, r"max_tokens must be a positive number of tokens, got 0"),
+        ({"max_tokens": -64}, r"max_tokens .* got -64"),
+        ({"max_tokens": 1.5}, r"max_tokens .* got 1\.5"),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be a share above 0 and up to 1, got 0"),
+        ({"gpu_memory_utilization": 1.1}, r"gpu_memory_utilization .* got 1\.1"),
+        ({"gpu_memory_utilization": "0.5"}, r"gpu_memory_utilization .* got '0\.5'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PagedCache(CONFIG, **kwargs)
+
+
+@pytest.mark.parametrize("wrong", [None, "gpt2", {"hidden_size": 64}, torch.nn.Linear(2, 2)])
+def test_something_that_is_no_config_is_refused(wrong: object) -> None:
+    with pytest.raises(PagedCacheError, match=r"a transformers config or a model .* got \w+; pass `model`"):
+        PagedCache(wrong)
+
+
+def test_models_with_a_cache_of_their_own_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedLayerError, match="'xlnet': it keeps its own `mems`"):
+        PagedCache(XLNetConfig())
+
+
+def test_models_without_anything_to_page_are_refused() -> None:
+    with pytest.raises(UnsupportedLayerError, match="none of the 2 layers of this 'mamba' model"):
+        PagedCache(MambaConfig(num_hidden_layers=2, hidden_size=16))
+
+
+def test_unknown_layer_kinds_are_refused_by_name() -> None:
+    config = LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "spiral_attention"]
+    with pytest.raises(UnsupportedLayerError, match="layer 1 .* 'spiral_attention'"):
+        PagedCache(config)
+
+
+BAD_UPDATES: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
+    "rank": (kv()[0], kv()[0], r"layer 0: K and V must be \[batch, kv_heads, tokens, head_dim\]"),
+    "tokens differ": (kv(tokens=1), kv(tokens=2), r"agree in the first three; got K \(2, 2, 1, 16\)"),
+    "batch": (
+        kv(batch=3, tokens=1),
+        kv(batch=3, tokens=1),
+        r"holds 2 rows, got K \(3, .*batch_repeat_interleave",
+    ),
+    "heads": (kv(heads=3, tokens=1), kv(heads=3, tokens=1), r"stores 2 kv heads, head_dim 16"),
+    "head_dim": (kv(dim=8, tokens=1), kv(dim=8, tokens=1), r"stores 2 kv heads, head_dim 16 \(K\)"),
+    "dtype": (
+        kv(tokens=1, dtype=torch.bfloat16),
+        kv(tokens=1, dtype=torch.bfloat16),
+        r"torch\.float32 on cpu; got K .* torch\.bfloat16",
+    ),
+    "dtypes differ": (kv(tokens=1, dtype=torch.bfloat16), kv(tokens=1), r"got K .* torch\.bfloat16"),
+    "device": (kv(tokens=1, device="meta"), kv(tokens=1, device="meta"), r"on cpu; got K .* on meta"),
+    "no tokens": (kv(tokens=0), kv(tokens=0), r"layer 0: no new tokens\. The cache already holds 5 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_UPDATES)
+def test_updates_that_do_not_fit_are_refused_and_change_nothing(name: str) -> None:
+    keys, values, message = BAD_UPDATES[name]
+    cache = filled()
+    before = cache.stats(), cache.layers[0].keys.clone()
+    with pytest.raises(CacheMismatchError, match=message):
+        cache.update(keys, values, 0)
+    assert cache.stats() == before[0]
+    assert torch.equal(cache.layers[0].keys + 0, before[1])
+    cache.check_integrity()
+    for layer in range(3):
+        cache.update(kv(tokens=1), kv(tokens=1), layer)
+    assert cache.get_seq_length() == 6
+
+
+def test_a_cache_for_another_number_of_layers_is_refused() -> None:
+    with pytest.raises(CacheMismatchError, match="layer 3: this cache was made for a model with 3 layers"):
+        filled().update(kv(), kv(), 3)
+
+
+def test_a_layer_that_lags_behind_is_refused() -> None:
+    cache = PagedCache(CONFIG)
+    for layer in (0, 2):
+        cache.update(kv(), kv(), layer)
+    cache.update(kv(tokens=1), kv(tokens=1), 0)
+    with pytest.raises(CacheMismatchError, match="layer 1 holds 0 tokens per row while the cache holds 6"):
+        cache.update(kv(tokens=1), kv(tokens=1), 1)
+
+
+def test_a_forward_after_an_interrupted_one_is_refused_until_cropped() -> None:
+    cache = filled()
+    cache.update(kv(tokens=2), kv(tokens=2), 0)
+    with pytest.raises(
+        CacheMismatchError, match=r"layer 0 is written again while layer 1 holds 5 .* interrupted"
+    ):
+        cache.update(kv(tokens=1), kv(tokens=1), 0)
+    cache.crop(-2)
+    assert [cache.get_seq_length(layer) for layer in range(3)] == [5, 5, 5]
+    for layer in range(3):
+        cache.update(kv(tokens=1), kv(tokens=1), layer)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("prompt", [3, 9, 12])
+def test_a_prompt_no_longer_than_the_cache_is_refused(model: PreTrainedModel, prompt: int) -> None:
+    """The host would slice the prompt from the wrong end, and feed tokens again that are already cached."""
+    cache = PagedCache(model, block_size=16)
+    ids = torch.arange(1, 10)[None]
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=4)
+    message = rf"the prompt has {prompt} tokens, but the cache already holds 12 per row"
+    with pytest.raises(CacheMismatchError, match=message):
+        model.generate(out[:, :prompt], past_key_values=cache, max_new_tokens=4)
+    assert cache.get_seq_length() == 12
+    more = torch.cat([out, ids[:, :3]], dim=1)
+    assert torch.equal(
+        model.generate(more, past_key_values=cache, max_new_tokens=4), model.generate(more, max_new_tokens=4)
+    )
+
+
+def test_a_forward_without_new_tokens_is_refused(model: PreTrainedModel) -> None:
+    cache = PagedCache(model, block_size=16)
+    model(torch.arange(1, 10)[None], past_key_values=cache)
+    with pytest.raises(CacheMismatchError, match=r"no new tokens\. The cache already holds 9 tokens per row"):
+        model.model(inputs_embeds=torch.zeros(1, 0, 64), past_key_values=cache)
+
+
+def test_a_mask_that_does_not_cover_the_history_is_refused(model: PreTrainedModel) -> None:
+    cache = PagedCache(model, block_size=16)
+    ids = torch.arange(1, 10)[None]
+    model(ids, past_key_values=cache)
+    with pytest.raises(
+        CacheMismatchError, match=r"attention_mask covers 2 tokens.*holds 9 per row and 2 new"
+    ):
+        model(ids[:, :2], attention_mask=torch.ones(1, 2), past_key_values=cache)
+    assert cache.get_seq_length() == 9
+
+
+def test_another_batch_size_is_refused_with_the_way_out(model: PreTrainedModel) -> None:
+    cache = PagedCache(model, block_size=16)
+    ids = torch.arange(1, 10)[None]
+    model.generate(ids, past_key_values=cache, max_new_tokens=1)
+    longer = torch.cat([ids, ids], dim=1)
+    with pytest.raises(CacheMismatchError, match=r"holds 1 rows, got K \(3, .*batch_repeat_interleave"):
+        model.generate(longer, past_key_values=cache, max_new_tokens=4, num_beams=3)
+    cache.check_integrity()
+
+
+def test_a_bare_cache_for_an_encoder_decoder_is_refused() -> None:
+    config = T5Config(
+        vocab_size=97,
+        d_model=32,
+        d_kv=16,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    t5 = T5ForConditionalGeneration(config).eval()
+    with pytest.raises(CacheMismatchError, match="EncoderDecoderCache"):
+        t5.generate(
+            torch.arange(1, 9)[None], past_key_values=PagedCache(t5, max_tokens=512), max_new_tokens=4
+        )
+
+
+def test_exhaustion_is_told_before_any_row_is_written_and_the_cache_goes_on() -> None:
+    cache = filled(tokens=30, max_tokens=64)
+    before = cache.stats(), [layer.keys.clone() for layer in cache.layers]
+    with pytest.raises(
+        PoolExhausted, match=r"5 new tokens for 2 rows need 2 blocks .* 0 of 4 are free"
+    ) as caught:
+        cache.update(kv(tokens=5), kv(tokens=5), 0)
+    assert (caught.value.needed_blocks, caught.value.free_blocks, caught.value.block_size) == (2, 0, 16)
+    assert cache.stats() == before[0]
+    assert all(torch.equal(layer.keys + 0, keys) for layer, keys in zip(cache.layers, before[1], strict=True))
+    for layer in range(3):
+        cache.update(kv(tokens=2), kv(tokens=2), layer)
+    assert cache.get_seq_length() == 32
+    cache.check_integrity()
+
+
+def test_exhaustion_at_the_first_prompt_leaves_an_empty_usable_cache() -> None:
+    cache = PagedCache(CONFIG, block_size=16, max_tokens=64)
+    with pytest.raises(PoolExhausted):
+        cache.update(kv(tokens=100), kv(tokens=100), 0)
+    cache.check_integrity()
+    assert cache.get_seq_length() == 0
+    cache.update(kv(batch=1, tokens=64), kv(batch=1, tokens=64), 0)
+    assert cache.get_seq_length() == 64
+
+
+def test_a_stale_view_is_refused() -> None:
+    cache = filled()
+    keys = cache.layers[1].keys
+    cache.crop(-1)
+    with pytest.raises(StaleViewError, match="K/V of layer 1"):
+        keys + 0
+
+
+def test_writing_through_a_view_is_refused() -> None:
+    cache = filled()
+    with pytest.raises(PagedCacheError, match="stored keys of layer 0, which is read-only"):
+        cache.layers[0].keys.zero_()
+    with pytest.raises(PagedCacheError, match="read-only"):
+        torch.add(kv(), 1, out=cache.layers[0].keys)
+    assert torch.equal(cache.layers[0].keys + 0, kv())
+
+
+@pytest.mark.parametrize("method", ["reset", "offload", "prefetch"])
+def test_row_operations_on_one_layer_are_refused(method: str) -> None:
+    with pytest.raises(PagedCacheError, match=rf"call `cache\.{method}"):
+        getattr(filled().layers[0], method)()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda cache: cache.batch_repeat_interleave(0),
+            "repeats must be a positive number of copies per row, got 0",
+        ),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2])), r"selection of 0…1 .* got \[2\]"),
+        (
+            lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.long)),
+            r"non-empty selection",
+        ),
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 5])), r"selection of 0…1 .* got \[0, 5\]"),
+    ],
+)
+def test_wrong_rows_are_refused(call: Any, message: str) -> None:
+    cache = filled()
+    with pytest.raises(PagedCacheError, match=message):
+        call(cache)
+    cache.check_integrity()
+    assert cache.batch_size == 2
