@@ -264,7 +264,10 @@ def _summarise(
             rows.append(Row(task.name, name, task.metrics, problem=problem, failed=failed))
             continue
         texts = [
-            text.strip() for text in loaded.tokenizer.batch_decode(contender.tokens, skip_special_tokens=True)
+            text.strip()
+            for text in loaded.tokenizer.batch_decode(
+                contender.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         ]
         same = None
         if baseline is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from . import compat, masks
-from .errors import PagedCacheError
+from .errors import CacheMismatchError, PagedCacheError
 from .kernels import dispatch
 from .kernels.prefill import attend_with_history
 from .kernels.problem import Attention
@@ -130,7 +131,13 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention over blocks `[batch, q_tokens, q_heads, v_head_dim]`; None if the host has to do it."""
+    _check_owner(module, stored)
+    if not stored.has_history:
+        return (
+            None  # the host's function on the tensors of this forward, to the bit what it computes without us
+        )
     if kwargs.get("dropout") and module.training:
+        stored.state.abort_step()
         raise PagedCacheError(
             "attention dropout over a PagedCache with history is not supported in training; call "
             "`model.eval()`, set `attention_dropout` to 0, or train without a cache"
@@ -144,6 +151,31 @@ def _attend(
     if case not in _TRUSTED:
         _TRUSTED[case] = _agrees(module, query, stored, mask, kwargs)
     return _paged(module, query, stored, mask, kwargs) if _TRUSTED[case] else None
+
+
+def _check_owner(module: torch.nn.Module, stored: StoredKV) -> None:
+    """K and V belong to the weights that made them: another model's attention would read them as its own."""
+    if getattr(module, "layer_idx", None) != stored.layer_idx:
+        return  # a layer that shares the K and V of another
+    known = stored.group.owners.get(stored.layer_idx)
+    owner = known() if known is not None else None
+    if owner is module:
+        return
+    if owner is not None and not _same_weights(owner, module):
+        stored.state.abort_step()
+        raise CacheMismatchError(
+            f"layer {stored.layer_idx}: the {stored.history_end} cached tokens per row were computed by another "
+            "model (or by other weights of this one); make a new PagedCache for this model, or `cache.reset()`"
+        )
+    stored.group.owners[stored.layer_idx] = weakref.ref(module)
+
+
+def _same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two modules start with equal parameters: replicas and copies do, other models do not."""
+    a, b = next(one.parameters(), None), next(other.parameters(), None)
+    if a is None or b is None or a is b:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b.to(a.device)))
 
 
 def _is_servable(

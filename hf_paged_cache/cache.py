@@ -104,8 +104,8 @@ class PagedCache(DynamicCache):
             **kwargs: The same.
 
         Returns:
-            K and V `[batch, kv_heads, tokens, head_dim]`: the tensors given when there is no history, else
-            views that become dense when anything but paged attention touches them.
+            K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when anything but paged
+            attention touches them.
 
         Raises:
             CacheMismatchError: The tensors do not fit what the cache holds, or there are no new tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,7 @@ class LayerGroup:
         specs: Layer index -> what the config says of that layer.
         manager: Which block belongs to which row; integers only.
         pools: The tensors, made when the first layer that needs them is written.
+        owners: Layer index -> the attention module that was seen to use that layer's K and V.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class LayerGroup:
         self.specs = specs
         self.manager = BlockManager(num_blocks, block_size, window=window)
         self.pools: list[KVPool] = []
+        self.owners: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
 

@@ -50,8 +50,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             **kwargs: Ignored.
 
         Returns:
-            K and V `[batch, kv_heads, tokens, head_dim]`. With no history these are the tensors given; else
-            views that become dense when touched.
+            K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when touched.
 
         Raises:
             CacheMismatchError: Shape, dtype or device do not fit what the cache holds, or there are no new
@@ -68,10 +67,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             blocks = self._claim(key_states, value_states)
         dispatch.write(blocks, key_states, value_states, start)
         state.written(self.layer_idx)
-        if self._first_visible(start) == start:
-            return key_states, value_states
         stored = StoredKV(
-            state.group_of(self.layer_idx),
+            state,
             blocks,
             self.layer_idx,
             self._first_visible(start),
@@ -178,14 +175,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if self._blocks is None or not self._state.batch:
             return None
         tokens = self.get_seq_length()
-        group = self._state.group_of(self.layer_idx)
-        return StoredKV(group, self._blocks, self.layer_idx, self._first_visible(tokens), tokens).views()
+        return StoredKV(
+            self._state, self._blocks, self.layer_idx, self._first_visible(tokens), tokens
+        ).views()
 
     def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         try:
             self.lazy_initialization(key_states, value_states)
         except BaseException:
-            # Out of memory, most likely: earlier layers have written this step already.
+            # Out of memory, most likely, and earlier layers have written this step already.
             self._state.abort_step()
             raise
         assert self._blocks is not None, "a layer has blocks once it is initialised"
@@ -216,6 +214,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def _raise_mismatch(self, key_states: torch.Tensor, value_states: torch.Tensor) -> NoReturn:
         batch, blocks = self._state.batch, self._blocks
+        if self._state.is_next_in_step(self.layer_idx):
+            self._state.abort_step()  # earlier layers have written tokens that this one can not
         got = (
             f"K {tuple(key_states.shape)} {key_states.dtype} on {key_states.device} and "
             f"V {tuple(value_states.shape)} {value_states.dtype}"

@@ -94,6 +94,10 @@ class CacheState:
         self.tokens[layer_idx] = self.step_end
         self._last_written = layer_idx
 
+    def is_next_in_step(self, layer_idx: int) -> bool:
+        """Whether a step is in progress that this layer has yet to join."""
+        return self.tokens[layer_idx] == self.step_start < self.step_end
+
     def abort_step(self) -> None:
         """Take back the step in progress, in every layer."""
         if self.step_end > self.step_start:
@@ -136,6 +140,7 @@ class CacheState:
         """Forget all rows and give their blocks back; pools stay."""
         for group in self.groups:
             group.manager.reset()
+            group.owners.clear()
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
         self._last_written = None
@@ -267,6 +272,9 @@ class CacheState:
         )
 
     def _crop_to(self, num_tokens: int) -> None:
+        if not num_tokens:
+            self.reset()
+            return
         try:
             for group in self.groups:
                 group.manager.check_crop(num_tokens)

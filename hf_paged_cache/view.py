@@ -15,8 +15,8 @@ from .kernels import dispatch
 from .lazy import LazyTensor, make_wrapper
 
 if TYPE_CHECKING:
-    from .group import LayerGroup
     from .kernels.problem import LayerBlocks
+    from .state import CacheState
 
 
 class StoredKV:
@@ -24,6 +24,7 @@ class StoredKV:
 
     Attributes:
         blocks: Where the layer's K and V lie.
+        state: The cache that they belong to.
         group: Whose tables put them in order.
         layer_idx: Index of the layer, for messages.
         start: First token of the view.
@@ -43,11 +44,12 @@ class StoredKV:
         "group",
         "layer_idx",
         "start",
+        "state",
     )
 
     def __init__(
         self,
-        group: LayerGroup,
+        state: CacheState,
         blocks: LayerBlocks,
         layer_idx: int,
         start: int,
@@ -55,7 +57,8 @@ class StoredKV:
         fresh_keys: torch.Tensor | None = None,
         fresh_values: torch.Tensor | None = None,
     ) -> None:
-        self.group = group
+        self.state = state
+        self.group = group = state.group_of(layer_idx)
         self.blocks = blocks
         self.layer_idx = layer_idx
         self.start = start
@@ -71,9 +74,9 @@ class StoredKV:
         return self.end if self.fresh_keys is None else self.end - self.fresh_keys.shape[2]
 
     @property
-    def is_materialised(self) -> bool:
-        """Whether somebody has asked for the dense tensors."""
-        return self._dense is not None
+    def has_history(self) -> bool:
+        """Whether the view goes further back than this forward."""
+        return self.history_end > self.start
 
     def check_current(self) -> None:
         """Raise if the blocks behind the view have changed since it was made."""
@@ -87,6 +90,8 @@ class StoredKV:
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K `[batch, kv_heads, tokens, head_dim]` and V as ordinary tensors, built once per view."""
         if self._dense is None:
+            if not self.has_history and self.fresh_keys is not None and self.fresh_values is not None:
+                return self.fresh_keys, self.fresh_values
             self.check_current()
             keys, values = dispatch.gather(self.blocks, self.start, self.history_end)
             if self.fresh_keys is not None and self.fresh_values is not None:

@@ -97,7 +97,9 @@ def _case(name: str, config: str, *, attention: str = "sdpa", **options: Any) ->
 
 
 def _encoder_decoder_case(name: str, config: str, architecture: str, **options: Any) -> ModelCase:
-    return ModelCase(name, config, options, architecture=architecture, is_encoder_decoder=True, value_gain=1.0)
+    return ModelCase(
+        name, config, options, architecture=architecture, is_encoder_decoder=True, value_gain=1.0
+    )
 
 
 _GQA = {"num_key_value_heads": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -137,9 +138,40 @@ def test_updates_that_do_not_fit_are_refused_and_change_nothing(name: str) -> No
     assert cache.get_seq_length() == 6
 
 
+def test_a_misfit_in_the_middle_of_a_forward_takes_the_forward_back() -> None:
+    cache = filled()
+    cache.update(kv(tokens=1), kv(tokens=1), 0)
+    with pytest.raises(CacheMismatchError, match="layer 1"):
+        cache.update(kv(tokens=1, heads=3), kv(tokens=1, heads=3), 1)
+    assert [cache.get_seq_length(layer) for layer in range(3)] == [5, 5, 5]
+    cache.check_integrity()
+
+
 def test_a_cache_for_another_number_of_layers_is_refused() -> None:
     with pytest.raises(CacheMismatchError, match="layer 3: this cache was made for a model with 3 layers"):
         filled().update(kv(), kv(), 3)
+
+
+def test_a_cache_filled_by_other_weights_is_refused(model: PreTrainedModel) -> None:
+    torch.manual_seed(1)
+    other = LlamaForCausalLM(CONFIG).eval()
+    ids = torch.arange(1, 10)[None]
+    for filler, reader in ((model, other), (other, model)):
+        cache = PagedCache(filler, block_size=16)
+        filler(ids, past_key_values=cache)
+        with pytest.raises(CacheMismatchError, match=r"layer 0: the 9 cached tokens .* another model"):
+            reader(ids[:, :1], past_key_values=cache)
+        assert [cache.get_seq_length(layer) for layer in range(3)] == [9, 9, 9]
+        cache.check_integrity()
+        filler(ids[:, :1], past_key_values=cache)
+
+
+def test_a_copy_of_the_model_may_go_on_with_the_cache(model: PreTrainedModel) -> None:
+    ids = torch.arange(1, 10)[None]
+    cache = PagedCache(model, block_size=16)
+    model(ids, past_key_values=cache)
+    twin = copy.deepcopy(model)
+    assert twin(ids[:, :1], past_key_values=cache).logits.shape == (1, 1, 97)
 
 
 def test_a_layer_that_lags_behind_is_refused() -> None:

@@ -1,7 +1,7 @@
 """`generate` gives the same tokens with `PagedCache` as with the cache that `transformers` itself would use.
 
 Every family of models runs through every way of generating. The reference is the unpatched model with its own
-cache. """
+cache."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+
+from hf_paged_cache import disable
 from tests.models import (
     CASES,
     PAD,
     VOCAB,
     ModelCase,
     assistant_for,
-    by_name,
     cache_kwarg,
-    cache_kwargs,
     host_cache,
     paged_cache,
     paged_parts,
     shared_model,
 )
-from transformers import DynamicCache
-
-from hf_paged_cache import PagedCache, disable
 
 NEW_TOKENS = 44
 PROMPT_TOKENS = 37
@@ -103,13 +100,18 @@ def _generate(case: ModelCase, mode: Mode, cache: Any) -> list[torch.Tensor]:
     return outputs
 
 
-def _next_turn(case: ModelCase, inputs: dict[str, torch.Tensor], output: torch.Tensor) -> dict[str, torch.Tensor]:
+def _next_turn(
+    case: ModelCase, inputs: dict[str, torch.Tensor], output: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """What was said so far, and a new question. An encoder-decoder gets both on the decoder's side."""
     said = torch.cat((output, _ids(len(output), SECOND_TURN_TOKENS, seed=5)), dim=1)
     if case.is_encoder_decoder:
         return inputs | {"decoder_input_ids": said}
     mask = inputs["attention_mask"]
-    return {"input_ids": said, "attention_mask": torch.nn.functional.pad(mask, (0, said.shape[1] - mask.shape[1]), value=1)}
+    return {
+        "input_ids": said,
+        "attention_mask": torch.nn.functional.pad(mask, (0, said.shape[1] - mask.shape[1]), value=1),
+    }
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)

@@ -42,7 +42,7 @@ def run(context: Context) -> Result:
         COLUMNS,
         rows,
         (
-            f"{source}; one forward of one token over random K and V of the other tokens.",
+            f"{source}; one forward of one token over K and V of the others.",
             "x: median over rounds of the quotient within a round. "
             "error: RMS ratio of the logits, Paged against Dynamic.",
         ),
@@ -53,7 +53,7 @@ def run(context: Context) -> Result:
 def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> Row:
     names = ("dynamic", "paged")
     caches = {name: workload.new_cache(name, model) for name in names}
-    workload.fill(list(caches.values()), model.config, tokens - 1, dtype)
+    workload.fill(list(caches.values()), model, tokens - 1)
     token = torch.tensor([[42]])
     error = workload.compare_logits(model, caches, token, dtype)
     timings = interleave(

@@ -66,7 +66,7 @@ def _prompt(context: Context, model: Any, prompt: torch.Tensor) -> Row:
 def _chunk(context: Context, model: Any, chunk: torch.Tensor) -> Row:
     context.progress(f"prefill: {CHUNK_TOKENS} tokens after {PROMPT_TOKENS}")
     caches = {name: workload.new_cache(name, model) for name in _NAMES}
-    workload.fill(list(caches.values()), model.config, PROMPT_TOKENS, torch.float32)
+    workload.fill(list(caches.values()), model, PROMPT_TOKENS)
     error = workload.compare_logits(model, caches, chunk, torch.float32)
     contenders = [workload.forward_contender(name, model, caches[name], chunk) for name in _NAMES]
     return _row(context, f"{CHUNK_TOKENS} tokens after {PROMPT_TOKENS}", contenders, error)

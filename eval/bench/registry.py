@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eval.bench import attention_step, bandwidth, decode_step, memory, prefill
+from eval.bench import attention_step, bandwidth, blocks, decode_step, memory, prefill
 from eval.bench.context import Context
 from eval.bench.results import Result
 from eval.errors import UsageError, check_choice
@@ -27,6 +27,7 @@ class Bench:
 
 
 _BENCHES = (
+    Bench("blocks", "bookkeeping of one block", blocks.run),
     Bench("bandwidth", "the machine's read bandwidth", bandwidth.run),
     Bench("attention", "one attention step of one layer", attention_step.run),
     Bench("decode", "whole decode steps of SmolLM2-135M", decode_step.run),

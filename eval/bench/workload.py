@@ -15,6 +15,7 @@ from eval.bench.timing import Contender
 from eval.errors import UsageError
 from eval.settings import Settings
 
+PROMPT_TOKENS = 512
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """RMS of the difference of logits over RMS of the logits, between two caches of one dtype."""
 
@@ -71,14 +72,21 @@ def use(name: str, model: Any) -> None:
     (enable if name == "paged" else disable)(model)
 
 
-def fill(caches: list[Any], config: Any, tokens: int, dtype: torch.dtype) -> None:
-    """Give all caches the same random K and V of `tokens` tokens of one row in every layer."""
+def fill(caches: list[Any], model: Any, tokens: int) -> None:
+    """Give all caches the same K and V of `tokens` tokens of one row in every layer.
+
+    They are the model's own, of a prompt of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
+    hang on the last bits, and a comparison would say nothing.
+    """
     generator = torch.Generator().manual_seed(SEED)
-    shape = (1, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
-    for layer_idx in range(config.num_hidden_layers):
-        keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    prompt = torch.randint(model.config.vocab_size, (1, PROMPT_TOKENS), generator=generator)
+    source = new_cache("dynamic", model)
+    forward("dynamic", model, source, prompt)
+    repeats = -(-tokens // PROMPT_TOKENS)
+    for layer_idx, (keys, values, *_) in enumerate(source):
+        new = [states.repeat(1, 1, repeats, 1)[:, :, :tokens].contiguous() for states in (keys, values)]
         for cache in caches:
-            cache.update(keys, values, layer_idx)
+            cache.update(*new, layer_idx)
 
 
 def remove_last(cache: Any, tokens: int) -> None:

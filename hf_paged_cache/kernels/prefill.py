@@ -10,11 +10,14 @@ from __future__ import annotations
 import torch
 
 from . import parts, torch_blocks
+from .masking import all_over, both, causal_visible, read_mask
 from .parts import Part
 from .problem import Attention, LayerBlocks
 
 CHUNK_TOKENS = 2048
 """Stored tokens that are dense at one time."""
+STRIP_TOKENS = 256
+"""Fresh queries that are attended at one time."""
 
 
 def attend_with_history(
@@ -58,20 +61,22 @@ def attend_with_history(
         nothing.
     """
     dtype, history = query.dtype, history_end - history_start
-    taken: torch.Tensor | None = None
-    if mask is not None:
-        mask = parts.four_dims(mask, history + query.shape[2])
-        if mask.dtype != torch.bool:
-            query, mask, taken = parts.lift_far_rows(query, mask)
+    read = read_mask(query, mask, history + query.shape[2])
     a = Attention(
         query, history_start, history_end, scale, window=window, softcap=softcap, queries_are_last=False
     )
-    grouped = parts.split_heads(query.contiguous(), blocks.keys.shape[1])
-    old_mask, new_mask = (None, None) if mask is None else (mask[..., :history], mask[..., history:])
-    part = torch_blocks.attend_blocks(blocks, a, grouped, old_mask, chunk_tokens=_chunk_tokens(a))
-    fresh = _attend_fresh(a, grouped, fresh_keys, fresh_values, new_mask, is_causal)
-    part = fresh if part is None else part.merge(fresh)
-    return torch_blocks.with_sinks(part, sinks, taken).tokens_first(dtype)
+    grouped = parts.split_heads(read.query.contiguous(), blocks.keys.shape[1])
+    (old_visible, new_visible), (old_bias, new_bias) = (
+        (None, None) if x is None else (x[..., :history], x[..., history:]) for x in (read.visible, read.bias)
+    )
+    part = _attend_fresh(a, grouped, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
+    if history:
+        chunk_tokens = _chunk_tokens(a)
+        stored = torch_blocks.attend_blocks(
+            blocks, a, grouped, old_visible, old_bias, chunk_tokens=chunk_tokens
+        )
+        part = stored.merge(part)
+    return torch_blocks.with_sinks(part, sinks, read.taken).tokens_first(dtype)
 
 
 def _attend_fresh(
@@ -79,14 +84,21 @@ def _attend_fresh(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
     is_causal: bool,
 ) -> Part:
-    visible, bias = (None, None) if mask is None else parts.split_mask(mask)
-    q_tokens = query.shape[3]
+    q_tokens, device = query.shape[3], query.device
+    triangle = causal_visible(q_tokens, device)
+    if is_causal and visible is not None:
+        visible = visible & triangle
     if a.window is not None and a.window < q_tokens:
-        near = ~torch.ones(q_tokens, q_tokens, dtype=torch.bool, device=query.device).tril(-a.window)
-        visible = near[None, None] if visible is None else visible & near
+        visible = both(visible, ~triangle.tril(-a.window))
+    if visible is not None and bias is None and visible.is_cpu and all_over(visible == triangle, 0, 1, 2, 3):
+        # Masks of the host say causality in their own way.
+        visible, is_causal = None, True
+    if is_causal and visible is None and bias is None and parts.has_flash(query, a.softcap):
+        return _attend_strips(query, keys, values, a.scale)
     return parts.attend(
         query,
         keys,
@@ -97,6 +109,21 @@ def _attend_fresh(
         bias=bias,
         causal=is_causal,
     )
+
+
+def _attend_strips(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Part:
+    """Causal attention by strips of queries: torch's kernel computes tiles of 512 keys, seen or not."""
+    strips = []
+    for start in range(0, query.shape[3], STRIP_TOKENS):
+        end = min(start + STRIP_TOKENS, query.shape[3])
+        mine = query[..., start:end, :]
+        part = parts.attend(mine, keys[:, :, start:end], values[:, :, start:end], scale=scale, causal=True)
+        if start:
+            part = part.merge(parts.attend(mine, keys[:, :, :start], values[:, :, :start], scale=scale))
+        strips.append(part)
+    if len(strips) == 1:
+        return strips[0]
+    return Part(torch.cat([s.out.to(s.lse.dtype) for s in strips], 3), torch.cat([s.lse for s in strips], 3))
 
 
 def _chunk_tokens(a: Attention) -> int:

@@ -35,6 +35,10 @@ class LayerBlocks:
     table: torch.Tensor
     native: Any = field(default=None, repr=False)
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        # A backend's form points into these very tensors, and a copy has others.
+        return None, {"keys": self.keys, "values": self.values, "table": self.table, "native": None}
+
     @property
     def block_size(self) -> int:
         """Tokens per block."""

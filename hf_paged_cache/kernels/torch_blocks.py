@@ -12,13 +12,16 @@ import torch
 from torch.nn.functional import embedding
 
 from . import parts
+from .masking import all_over, both, read_mask
 from .parts import Part
 from .problem import NULL_BLOCK, Attention, LayerBlocks
 
 CHUNK_BYTES = 8 << 20
 """Keys and values of one chunk: about what a core's caches hold, so that attending re-reads from there."""
-SCORE_BYTES = 64 << 20
-"""Scores of one chunk, where the path taken keeps them."""
+SCORE_BYTES = 16 << 20
+"""Scores of one chunk, on the path that keeps them."""
+UNMASKED_TOKENS = 256
+"""So many tokens that everybody sees are attended by themselves, without the mask of those before them."""
 
 
 def unavailable_reason() -> str | None:
@@ -87,22 +90,15 @@ def decode(
         nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
         denominator, the sink included; -inf where there is neither a visible token nor a sink.
     """
-    query, mask, taken = a.query, a.mask, None
-    if mask is not None:
-        mask = parts.four_dims(mask, a.end - a.start)
-        if mask.dtype != torch.bool and a.end > a.start:
-            query, mask, taken = parts.lift_far_rows(query, mask)
-    kv_heads = blocks.keys.shape[1]
-    query = parts.split_heads(query, kv_heads)
-    part = attend_blocks(blocks, a, query, mask, chunk_tokens=_chunk_tokens(blocks, a))
-    if part is None:
-        part = nothing(query, blocks.values.shape[3])
-    part = with_sinks(part, a.sinks, taken)
+    read = read_mask(a.query, a.mask, a.end - a.start)
+    query = parts.split_heads(read.query, blocks.keys.shape[1])
+    part = attend_blocks(blocks, a, query, read.visible, read.bias, chunk_tokens=_chunk_tokens(blocks, a))
+    part = with_sinks(part, a.sinks, read.taken)
     out = part.tokens_first(a.query.dtype)
     if not return_lse:
         return out
     lse = part.lse.flatten(1, 2)
-    return out, (lse if taken is None else lse + taken).float()
+    return out, (lse if read.taken is None else lse + read.taken).float()
 
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
@@ -119,43 +115,52 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
 
 
 def attend_blocks(
-    blocks: LayerBlocks, a: Attention, query: torch.Tensor, mask: torch.Tensor | None, *, chunk_tokens: int
-) -> Part | None:
-    """Attention over the stored tokens, chunk by chunk, without the sinks; None where nothing can be seen.
+    blocks: LayerBlocks,
+    a: Attention,
+    query: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    chunk_tokens: int,
+) -> Part:
+    """Attention over the stored tokens, chunk by chunk, without the sinks.
 
     Args:
         blocks: Keys and values.
-        a: Range, scale, causal, window, softcap. Its `query` gives the shape only.
+        a: Range, scale, causal, window, softcap. Its `query` says no more than the number of tokens.
         query: `[batch, kv_heads, group, q_tokens, head_dim]`, what is computed with.
-        mask: None, or four dimensions, what is computed with.
+        visible: What the mask lets see of `[a.start, a.end)`, as `masking` has it.
+        bias: What the mask adds.
         chunk_tokens: Tokens of the temporary.
     """
     merged: Part | None = None
     for start, end in _chunks(blocks, a.start, a.end, chunk_tokens):
-        visible, bias = _masking(blocks, a, mask, start, end)
-        if visible is not None and visible.is_cpu:
-            if not visible.any():
-                continue
-            visible = None if visible.all() else visible
-        keys, values = _tokens(blocks, start, end)
-        part = parts.attend(query, keys, values, scale=a.scale, softcap=a.softcap, visible=visible, bias=bias)
-        merged = part if merged is None else merged.merge(part)
-    return merged
-
-
-def nothing(query: torch.Tensor, v_head_dim: int) -> Part:
-    """The part that has no tokens, for `[batch, kv_heads, group, q_tokens, head_dim]` queries."""
-    lse = torch.full(query.shape[:4], -torch.inf, dtype=parts.accumulate_dtype(query), device=query.device)
-    return Part(query.new_zeros(*query.shape[:4], v_head_dim), lse)
+        columns = slice(start - a.start, end - a.start)
+        added = None if bias is None else bias[..., columns]
+        seen = _visible_by_position(blocks, a, start, end)
+        seen = both(seen, None if visible is None else visible[..., columns])
+        for first, last, shown in _pieces(blocks, seen, start, end):
+            keys, values = _tokens(blocks, first, last)
+            part = parts.attend(
+                query,
+                keys,
+                values,
+                scale=a.scale,
+                softcap=a.softcap,
+                visible=shown,
+                bias=None if added is None else added[..., first - start : last - start],
+            )
+            merged = part if merged is None else merged.merge(part)
+    return parts.nothing(query, blocks.values.shape[3]) if merged is None else merged
 
 
 def with_sinks(part: Part, sinks: torch.Tensor | None, taken: torch.Tensor | None) -> Part:
-    """The part with a sink per head, `[q_heads]`; `taken` is what `lift_far_rows` took out of the scores."""
+    """The part with a sink per head, `[q_heads]`; `taken` as in `ReadMask`."""
     if sinks is None:
         return part
     logits = sinks.to(part.lse.dtype)[None, :, None]  # [1, q_heads, 1]
     logits = logits if taken is None else logits - taken
-    return part.with_sink(parts.split_heads(logits, part.lse.shape[1]))
+    return part.with_sink(torch.unflatten(logits, 1, part.lse.shape[1:3]))
 
 
 def _chunk_tokens(blocks: LayerBlocks, a: Attention) -> int:
@@ -174,6 +179,32 @@ def _chunks(blocks: LayerBlocks, start: int, end: int, chunk_tokens: int) -> Ite
         edge = min(start - start % blocks.block_size + step, end)
         yield start, edge
         start = edge
+
+
+def _pieces(
+    blocks: LayerBlocks, visible: torch.Tensor | None, start: int, end: int
+) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+    """A chunk `[start, end)` without what nobody sees, and with its mask only where it has one.
+
+    Left padding and windows hide tokens at the beginning. A long rest that everybody sees is worth a piece of
+    its own, because attention without a mask is faster and shares keys within head groups.
+    """
+    if visible is None or not visible.is_cpu:
+        yield start, end, visible
+        return
+    if not visible.any():
+        return
+    hidden = (~all_over(visible, 0, 1, 2)).nonzero()
+    if not len(hidden):
+        yield start, end, None
+        return
+    edge = start + int(hidden[-1]) + 1
+    edge += -edge % blocks.block_size
+    if end - edge < UNMASKED_TOKENS:
+        yield start, end, visible
+    else:
+        yield start, edge, visible[..., : edge - start]
+        yield edge, end, None
 
 
 def _columns(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor:
@@ -215,27 +246,16 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor | None:
     return stored.repeat_interleave(blocks.block_size, dim=1)[:, skip : skip + end - start]
 
 
-def _masking(
-    blocks: LayerBlocks, a: Attention, mask: torch.Tensor | None, start: int, end: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What of the tokens `[start, end)` is visible, None if all, and what is added to their scores."""
-    terms: list[torch.Tensor] = []
-    bias: torch.Tensor | None = None
+def _visible_by_position(blocks: LayerBlocks, a: Attention, start: int, end: int) -> torch.Tensor | None:
+    """What the stored tokens `[start, end)` show by causality, window and null blocks; None if all."""
     q_tokens, device = a.query.shape[2], a.query.device
     first_query = a.end - q_tokens if a.queries_are_last else a.end
     positions = torch.arange(start, end, device=device)
     query_positions = torch.arange(first_query, first_query + q_tokens, device=device)[:, None]
-    if a.causal and end - 1 > first_query:
-        terms.append((positions <= query_positions)[None, None])
-    if a.window is not None and start <= first_query + q_tokens - 1 - a.window:
-        terms.append((positions > query_positions - a.window)[None, None])
     stored = _stored(blocks, start, end)
-    if stored is not None:
-        terms.append(stored[:, None, None])
-    if mask is not None:
-        allowed, bias = parts.split_mask(mask[..., start - a.start : end - a.start])
-        terms.append(allowed)
-    visible = None
-    for term in terms:
-        visible = term if visible is None else visible & term
-    return visible, bias
+    visible = None if stored is None else stored[:, None, None]
+    if a.causal and end - 1 > first_query:
+        visible = both(visible, (positions <= query_positions)[None, None])
+    if a.window is not None and start <= first_query + q_tokens - 1 - a.window:
+        visible = both(visible, (positions > query_positions - a.window)[None, None])
+    return visible

@@ -1,0 +1,34 @@
+"""Rows on tiny pools, blocks of 4 tokens, and what can be seen of them."""
+
+from __future__ import annotations
+
+import copy
+
+from hf_paged_cache.blocks import BlockManager
+
+
+def started(num_blocks: int, batch: int = 1, *, window: int | None = None, tokens: int = 0) -> BlockManager:
+    manager = BlockManager(num_blocks, 4, window)
+    manager.start(batch)
+    if tokens:
+        assert manager.reserve(tokens) is not None
+    return manager
+
+
+def ids(manager: BlockManager) -> list[list[int]]:
+    manager.check_integrity()
+    return [table.ids for table in manager.tables]
+
+
+def states(manager: BlockManager, *block_ids: int) -> str:
+    return " ".join(manager.pool.state(block_id).name for block_id in block_ids)
+
+
+def snapshot(manager: BlockManager) -> dict[str, object]:
+    pool = manager.pool
+    return {
+        "tables": copy.deepcopy(manager.tables),
+        "version": manager.version,
+        "blocks": [(pool.state(i), pool.ref_count(i)) for i in range(pool.num_blocks)],
+        "free": list(pool._free),
+    }
