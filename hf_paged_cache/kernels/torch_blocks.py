@@ -16,7 +16,7 @@ from .masking import all_over, both, read_mask
 from .parts import Part
 from .problem import NULL_BLOCK, Attention, LayerBlocks
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 """Keys and values of one chunk: about what a core's caches hold, so that attending re-reads from there."""
 SCORE_BYTES = 16 << 20
 """Scores of one chunk, on the path that keeps them."""

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ TINY = Shape("tiny", 4, 2, 16)
 
 
 @pytest.fixture
-def small_l3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_l3(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (bandwidth, layer_stacks):
         monkeypatch.setattr(module, "l3_bytes", lambda: 32 << 10)
-    yield
 
 
 def tiny_llama() -> Any:
@@ -44,7 +42,7 @@ def tiny_llama() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-# --- timing ---------------------------------------------------------------------------------------------------
+# --- timing -------------------------------------------------------------------------------------------------
 
 
 def test_the_order_of_contenders_rotates_from_round_to_round() -> None:
@@ -87,7 +85,7 @@ def test_speedup_is_the_median_of_quotients_within_rounds_and_not_of_all_times()
     assert drifting.speedup("fast", "slow") == 2.0
 
 
-# --- bounds and tables ----------------------------------------------------------------------------------------
+# --- bounds and tables --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ def test_json_holds_cells_and_whether_the_bounds_hold() -> None:
     ]
 
 
-# --- attention ------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -208,7 +206,7 @@ def test_readers_read_the_whole_buffer(small_l3: None) -> None:
         reader.read()
 
 
-# --- whole models ---------------------------------------------------------------------------------------------
+# --- whole models -------------------------------------------------------------------------------------------
 
 
 def test_filled_caches_give_the_same_logits_and_keep_their_length() -> None:
@@ -252,7 +250,7 @@ def test_the_memory_of_a_paged_generate_is_the_formula_to_the_byte(monkeypatch: 
     assert len(paged["tokens"]) == 5
 
 
-# --- the command line -----------------------------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
