@@ -12,7 +12,7 @@ import torch
 FAR = -1e4
 """A finite mask below this spoils the precision of a row's log-sum-exp."""
 SWALLOWS = -1e30
-"""Adding this to a score gives the same float32 whatever the score, and no probability beside other scores."""
+"""Adding this to a score gives the same float32 whatever the score, and beside others no probability."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ def read_mask(query: torch.Tensor, mask: torch.Tensor | None, tokens: int) -> Re
     if far.any():
         shift = top.masked_fill(~far, 0.0)
         query, mask, taken = query.masked_fill(shift < SWALLOWS, 0.0), mask - shift, shift[..., 0]
-    visible = mask > SWALLOWS
+    visible = ~(mask <= SWALLOWS)  # a NaN is visible, so that it is seen
     if mask.is_cpu and not mask.masked_fill(~visible, 0.0).any():
         return ReadMask(query, visible, None, taken)
     return ReadMask(query, visible, mask, taken)

@@ -216,7 +216,10 @@ def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
     """Copies of the stored tokens; null blocks hold arbitrary values."""
     ids = _columns(blocks, start, end).clamp(min=0).long()
     skip = start % blocks.block_size
-    return tuple(_tiles(pool, ids)[:, :, skip : skip + end - start] for pool in (blocks.keys, blocks.values))  # type: ignore[return-value]
+    keys, values = (
+        _tiles(pool, ids)[:, :, skip : skip + end - start] for pool in (blocks.keys, blocks.values)
+    )
+    return keys, values
 
 
 def _tiles(pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -248,14 +251,17 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor | None:
 
 def _visible_by_position(blocks: LayerBlocks, a: Attention, start: int, end: int) -> torch.Tensor | None:
     """What the stored tokens `[start, end)` show by causality, window and null blocks; None if all."""
-    q_tokens, device = a.query.shape[2], a.query.device
-    first_query = a.end - q_tokens if a.queries_are_last else a.end
-    positions = torch.arange(start, end, device=device)
-    query_positions = torch.arange(first_query, first_query + q_tokens, device=device)[:, None]
     stored = _stored(blocks, start, end)
     visible = None if stored is None else stored[:, None, None]
-    if a.causal and end - 1 > first_query:
-        visible = both(visible, (positions <= query_positions)[None, None])
-    if a.window is not None and start <= first_query + q_tokens - 1 - a.window:
-        visible = both(visible, (positions > query_positions - a.window)[None, None])
+    q_tokens, device = a.query.shape[2], a.query.device
+    first_query = a.end - q_tokens if a.queries_are_last else a.end
+    hides_later = a.causal and end - 1 > first_query
+    hides_earlier = a.window is not None and start <= first_query + q_tokens - 1 - a.window
+    if hides_later or hides_earlier:
+        positions = torch.arange(start, end, device=device)
+        query_positions = torch.arange(first_query, first_query + q_tokens, device=device)[:, None]
+        if hides_later:
+            visible = both(visible, (positions <= query_positions)[None, None])
+        if a.window is not None:
+            visible = both(visible, (positions > query_positions - a.window)[None, None])
     return visible

@@ -131,3 +131,10 @@ def test_copy_blocks_reads_all_sources_first() -> None:
     assert pool[:, 0].tolist() == [3, 0, 1, 3]
     torch_blocks.copy_blocks(pool, [], [])
     assert pool[:, 0].tolist() == [3, 0, 1, 3]
+
+
+def test_nan_in_a_mask_is_not_hidden() -> None:
+    problem = build(Case("nan", end=70))
+    problem.attention.mask = torch.zeros(70)
+    problem.attention.mask[3] = torch.nan
+    assert torch_blocks.decode(problem.blocks, problem.attention).isnan().all()
