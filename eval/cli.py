@@ -69,7 +69,7 @@ def run(settings: Settings) -> bool:
     from rich.console import Console
     from transformers import set_seed
 
-    from eval import caches, environment, measure, models, report, runner
+    from eval import caches, environment, measure, models, plots, report, runner
     from eval.tasks import TASKS
 
     console = Console()
@@ -107,7 +107,7 @@ def run(settings: Settings) -> bool:
         rows=[row for result in results for row in result.rows],
         predictions=[prediction for result in results for prediction in result.predictions],
     )
-    report.write(finished, folder)
+    report.write(finished, folder, plots.draw(finished, folder))
     console.print(report.table(finished.rows, console.width))
     console.print(f"{finished.seconds:.0f} s; results.json and report.md are in {folder}", soft_wrap=True)
     return any(row.failed for row in finished.rows)

@@ -20,6 +20,7 @@ from eval.settings import Settings
 MIB = 2**20
 _NOTHING = "-"
 _FULL_WIDTH = 100
+_NO_PICTURES = "Not drawn, because matplotlib is not installed: `pip install 'hf-paged-cache[plots]'`."
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,13 @@ def _problems(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def markdown(run: Run) -> str:
-    """Return the report: the table, what the columns mean, settings, machine, and an answer of each task."""
+def markdown(run: Run, pictures: Sequence[str] | None = None) -> str:
+    """Return the report: table, pictures, what the columns mean, settings, machine, an answer of each task.
+
+    Args:
+        run: what was measured.
+        pictures: names of files beside the report; None where they could not be drawn.
+    """
     sections = [
         "# Caches compared\n",
         f"Model: `{run.source}`. Wall time: {run.seconds:.0f} s, the model's loading included.\n",
@@ -151,6 +157,8 @@ def markdown(run: Run) -> str:
         *[f"- *{column.heading}*: {column.meaning}" for column in COLUMNS if column.meaning],
         f"- memory is {run.memory_method}",
         *[f"- `{name}`: {CACHES[name].title}" for name in run.settings.caches],
+        "\n## Pictures\n",
+        _NO_PICTURES if pictures is None else "\n\n".join(f"![{name}]({name})" for name in pictures),
         "\n## Settings\n",
         _markdown_table(["setting", "value"], [[k, _text(v)] for k, v in run.settings.to_dict().items()]),
         "\n## Machine\n",
@@ -191,8 +199,11 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()) or "(nothing)"
 
 
-def write(run: Run, folder: Path) -> None:
-    """Write `config.yaml`, `results.json`, `predictions.jsonl` and `report.md` into `folder`, making it."""
+def write(run: Run, folder: Path, pictures: Sequence[str] | None = None) -> None:
+    """Write `config.yaml`, `results.json`, `predictions.jsonl` and `report.md` into `folder`, making it.
+
+    `pictures` are the names of files that are in the folder already; None: they could not be drawn.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = yaml.safe_dump(run.settings.to_dict(), sort_keys=False)
     results = {
@@ -208,7 +219,7 @@ def write(run: Run, folder: Path) -> None:
         "config.yaml": config,
         "results.json": json.dumps(results, indent=2, ensure_ascii=False) + "\n",
         "predictions.jsonl": "".join(line + "\n" for line in answers),
-        "report.md": markdown(run),
+        "report.md": markdown(run, pictures),
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -63,7 +63,7 @@ class LayerStack:
         self.cache = cache
         self.attention = attention
         self.mask = mask
-        self.module = _AttentionModule(case.shape)
+        self.modules = [_AttentionModule(case.shape, layer_idx) for layer_idx in range(case.layers)]
         self.scaling = case.shape.head_dim**-0.5
         generator = torch.Generator().manual_seed(SEED)
         self.query, self.keys, self.values = (
@@ -78,7 +78,7 @@ class LayerStack:
         """The new token of one layer: write, attend. `[batch, 1, q_heads, head_dim]`."""
         keys, values = self.cache.update(self.keys, self.values, layer_idx)
         output: torch.Tensor = self.attention(
-            self.module, self.query, keys, values, self.mask, dropout=0.0, scaling=self.scaling
+            self.modules[layer_idx], self.query, keys, values, self.mask, dropout=0.0, scaling=self.scaling
         )[0]
         return output
 
@@ -101,10 +101,11 @@ class LayerStack:
 class _AttentionModule(torch.nn.Module):
     """What attention functions read of a layer."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, layer_idx: int) -> None:
         super().__init__()
         self.num_key_value_groups = shape.q_heads // shape.kv_heads
         self.is_causal = True
+        self.layer_idx = layer_idx
         self.eval()
 
 

@@ -7,6 +7,8 @@ SDPA over dense K/V: the history needs no mask, and no head is repeated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from . import parts, torch_blocks
@@ -88,46 +90,81 @@ def _attend_fresh(
     bias: torch.Tensor | None,
     is_causal: bool,
 ) -> Part:
-    q_tokens, device = query.shape[3], query.device
-    triangle = causal_visible(q_tokens, device)
+    """Attention among the fresh tokens, in strips of queries.
+
+    Strips keep temporaries small, and spare keys that come after all of a strip's queries: torch's kernel
+    computes tiles of 512 keys, seen or not.
+    """
+    triangle = causal_visible(query.shape[3], query.device)
     if is_causal and visible is not None:
         visible = visible & triangle
-    if a.window is not None and a.window < q_tokens:
+    if a.window is not None and a.window < query.shape[3]:
         visible = both(visible, ~triangle.tril(-a.window))
     if visible is not None and bias is None and visible.is_cpu and all_over(visible == triangle, 0, 1, 2, 3):
-        # Masks of the host say causality in their own way.
-        visible, is_causal = None, True
-    if is_causal and visible is None and bias is None and parts.has_flash(query, a.softcap):
-        return _attend_strips(query, keys, values, a.scale)
-    return parts.attend(
-        query,
-        keys,
-        values,
-        scale=a.scale,
-        softcap=a.softcap,
-        visible=visible,
-        bias=bias,
-        causal=is_causal,
-    )
-
-
-def _attend_strips(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Part:
-    """Causal attention by strips of queries: torch's kernel computes tiles of 512 keys, seen or not."""
-    strips = []
-    for start in range(0, query.shape[3], STRIP_TOKENS):
-        end = min(start + STRIP_TOKENS, query.shape[3])
-        mine = query[..., start:end, :]
-        part = parts.attend(mine, keys[:, :, start:end], values[:, :, start:end], scale=scale, causal=True)
-        if start:
-            part = part.merge(parts.attend(mine, keys[:, :, :start], values[:, :, :start], scale=scale))
-        strips.append(part)
+        visible, is_causal = None, True  # masks of the host say causality in their own way
+    if is_causal and (visible is not None or bias is not None):
+        visible = both(visible, triangle)
+    strips = [
+        _attend_strip(a, query, keys, values, visible, bias, is_causal, start, end)
+        for start, end in _strips(a)
+    ]
     if len(strips) == 1:
         return strips[0]
     return Part(torch.cat([s.out.to(s.lse.dtype) for s in strips], 3), torch.cat([s.lse for s in strips], 3))
+
+
+def _attend_strip(
+    a: Attention,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    is_causal: bool,
+    start: int,
+    end: int,
+) -> Part:
+    """Attention of the fresh queries `[start, end)`; `visible`, where there is one, says causality too."""
+
+    def attend(first: int, last: int, causal: bool) -> Part:
+        return parts.attend(
+            query[..., start:end, :],
+            keys[:, :, first:last],
+            values[:, :, first:last],
+            scale=a.scale,
+            softcap=a.softcap,
+            visible=_window_of(visible, start, end, first, last),
+            bias=_window_of(bias, start, end, first, last),
+            causal=causal,
+        )
+
+    if not is_causal:
+        return attend(0, keys.shape[2], False)
+    if visible is not None:
+        return attend(0, end, False)
+    own = attend(start, end, True)
+    return own if start == 0 else own.merge(attend(0, start, False))
+
+
+def _window_of(x: torch.Tensor | None, start: int, end: int, first: int, last: int) -> torch.Tensor | None:
+    """Queries `[start, end)` and tokens `[first, last)` of a mask."""
+    return None if x is None else (x if x.shape[2] == 1 else x[:, :, start:end])[..., first:last]
+
+
+def _strips(a: Attention) -> Iterator[tuple[int, int]]:
+    batch, q_heads, q_tokens, _ = a.query.shape
+    strip_tokens = STRIP_TOKENS
+    if not parts.has_flash(a.query, a.softcap):
+        strip_tokens = max(
+            16, min(strip_tokens, torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4))
+        )
+    for start in range(0, q_tokens, strip_tokens):
+        yield start, min(start + strip_tokens, q_tokens)
 
 
 def _chunk_tokens(a: Attention) -> int:
     if parts.has_flash(a.query, a.softcap):
         return CHUNK_TOKENS
     batch, q_heads, q_tokens, _ = a.query.shape
-    return min(CHUNK_TOKENS, torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4))
+    # Below 256 tokens, merging chunks would cost as much as attending them.
+    return max(min(256, CHUNK_TOKENS), torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4))

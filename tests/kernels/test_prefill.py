@@ -183,6 +183,13 @@ def test_prefill_in_chunks_of_one_block_is_the_same(p: Prefill, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("p", PREFILLS, ids=case_id)
+def test_prefill_in_strips_of_seven_queries_is_the_same(p: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "STRIP_TOKENS", 7)
+    got, want, _ = _answer(p, torch.float32)
+    assert rms_ratio(got, want) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("p", PREFILLS, ids=case_id)
 def test_prefill_without_the_cpu_flash_operator_is_the_same(
     p: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Paged attention on CPUs: C++ that reads keys and values straight from their blocks.
 
-The library is compiled on first use (`build`) and called through `ctypes` with data pointers. It needs no torch ABI and
-shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`.
+The library is compiled on first use (`build`) and called through `ctypes` with data pointers. It needs no torch ABI
+and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _load() -> build.Library | str:
         if _loaded is None:
             try:
                 library = build.load()
-            except build.BuildError as error:
+            except (build.BuildError, OSError) as error:
                 _loaded = str(error)
             else:
                 _declare(library.handle)
@@ -77,7 +77,7 @@ def _handle() -> ctypes.CDLL:
 
 
 def unavailable_reason() -> str | None:
-    """None when the kernel runs on this machine, otherwise a sentence. The first call compiles, for some seconds."""
+    """None when the kernel runs on this machine, otherwise a sentence. The first call compiles for seconds."""
     loaded = _load()
     return loaded if isinstance(loaded, str) else None
 
@@ -104,13 +104,17 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
         if tensor.device.type != "cpu":
             return f"The C++ kernel reads CPU memory; {name} are on {tensor.device}."
     if keys.dtype not in _ELEMENT_TYPES or values.dtype != keys.dtype:
-        return f"The C++ kernel takes float32, bfloat16 or float16 blocks, not {keys.dtype} and {values.dtype}."
+        return (
+            f"The C++ kernel takes float32, bfloat16 or float16 blocks, not {keys.dtype} and {values.dtype}."
+        )
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         return "The C++ kernel takes blocks whose rows of head_dim elements are contiguous."
     if blocks.block_size > MAX_BLOCK_SIZE:
         return f"The C++ kernel takes blocks of up to {MAX_BLOCK_SIZE} tokens, not {blocks.block_size}."
     if table.dtype != torch.int32 or not table.is_contiguous():
-        return f"The C++ kernel takes a contiguous int32 table, not {table.dtype} with strides {table.stride()}."
+        return (
+            f"The C++ kernel takes a contiguous int32 table, not {table.dtype} with strides {table.stride()}."
+        )
     return None
 
 
@@ -121,7 +125,9 @@ def _prepare(blocks: LayerBlocks) -> _Native:
     num_blocks, kv_heads, block_size, head_dim = keys.shape
     batch, max_blocks = table.shape
     if values.shape[:3] != keys.shape[:3]:
-        raise AssertionError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not of the same blocks")
+        raise AssertionError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not of the same blocks"
+        )
     record = _BLOCKS.pack(
         *(keys.data_ptr(), values.data_ptr(), table.data_ptr(), num_blocks),
         *(*keys.stride()[:3], *values.stride()[:3]),
@@ -161,8 +167,8 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         or not 0 <= start <= start + tokens <= native.capacity_tokens
     ):
         raise AssertionError(
-            f"keys {tuple(key_states.shape)} {key_states.dtype} and values {tuple(value_states.shape)} {value_states.dtype} "
-            f"from position {start} do not fit blocks of [batch, head_dim, kv_heads] {native.shape}, "
+            f"keys {tuple(key_states.shape)} {key_states.dtype} and values {tuple(value_states.shape)} "
+            f"{value_states.dtype} from position {start} do not fit blocks of [batch, head_dim, kv_heads] {native.shape}, "
             f"v_head_dim {native.v_head_dim}, {native.dtype}, for {native.capacity_tokens} tokens"
         )
     key_batch, key_head, key_token, key_element = key_states.stride()
@@ -180,7 +186,9 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
 @overload
 def decode(blocks: LayerBlocks, a: Attention, *, return_lse: Literal[False] = False) -> torch.Tensor: ...
 @overload
-def decode(blocks: LayerBlocks, a: Attention, *, return_lse: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]: ...
+def decode(
+    blocks: LayerBlocks, a: Attention, *, return_lse: Literal[True]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def decode(
@@ -191,11 +199,11 @@ def decode(
     Args:
         blocks: The stored tokens; not modified.
         a: The question.
-        return_lse: Also return the log of the softmax's denominator, for merging with attention over other tokens.
+        return_lse: Also return the log of the softmax's denominator, to merge with attention over other tokens.
 
     Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, dtype of the query; and with `return_lse` float32
-        `[batch, q_heads, q_tokens]`, natural log, sink included, -inf where nothing is attended.
+        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, dtype of the query. With `return_lse` also float32
+        `[batch, q_heads, q_tokens]`: natural log, sink included, -inf where there is neither a token nor a sink.
     """
     native = blocks.native
     if type(native) is not _Native:
@@ -209,8 +217,8 @@ def decode(
         or not 0 <= a.start <= a.end <= native.capacity_tokens
     ):
         raise AssertionError(
-            f"query {tuple(query.shape)} {query.dtype} over tokens [{a.start}, {a.end}) does not fit blocks of "
-            f"[batch, head_dim, kv_heads] {native.shape}, {native.dtype}, for {native.capacity_tokens} tokens"
+            f"query {tuple(query.shape)} {query.dtype} over tokens [{a.start}, {a.end}) does not fit blocks "
+            f"of [batch, head_dim, kv_heads] {native.shape}, {native.dtype}, for {native.capacity_tokens} tokens"
         )
     query_batch, query_head, query_token, query_element = query.stride()
     if query_element != 1:
@@ -251,7 +259,9 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     count = len(src)
     num_blocks = pool.shape[0]
     if len(dst) != count or not pool.is_contiguous():
-        raise AssertionError(f"{count} blocks cannot be copied to {len(dst)} of a pool with strides {pool.stride()}")
+        raise AssertionError(
+            f"{count} blocks cannot be copied to {len(dst)} of a pool with strides {pool.stride()}"
+        )
     if count == 0:
         return
     if min(*src, *dst) < 0 or max(*src, *dst) >= num_blocks:

@@ -1,8 +1,8 @@
 """Compiles the kernel on first use with the system compiler, and keeps the result for later processes.
 
-The library is kept in a per-user cache under a name that hashes the sources, the flags and the compiler's version, so a
-changed one of them means another file and an old file is never wrong. It is compiled to a temporary name and moved into
-place, so processes that compile at the same time replace each other's equal results.
+The library is kept in a per-user cache under a name that hashes the sources, the flags and the compiler's version:
+when one of them changes another file is made, so an old file is never wrong. It is compiled to a temporary name and
+moved into place, so processes that compile at the same time replace each other's equal results.
 
 Environment:
     CXX: The compiler; otherwise the first of `g++`, `c++`, `clang++`.
@@ -98,7 +98,8 @@ def _choose_isa(cpu_flags: set[str]) -> str:
         return possible[0]
     if forced not in possible:
         raise BuildError(
-            f"HF_PAGED_CACHE_CPU_ISA is {forced!r}, but this machine can run {', '.join(possible)}: unset it or name one."
+            f"HF_PAGED_CACHE_CPU_ISA is {forced!r}, but this machine can run {', '.join(possible)}: "
+            "unset it or name one of them."
         )
     return forced
 
@@ -122,12 +123,20 @@ def _find_compiler() -> list[str]:
         if shutil.which(candidate[0]):
             return candidate
     tried = f"CXX names {named[0]!r}, which is not there" if named else "g++, c++ and clang++ are not on PATH"
-    raise BuildError(f"No C++ compiler: {tried}. Install one (e.g. `apt install g++`) to get the fast CPU kernel.")
+    raise BuildError(
+        f"No C++ compiler: {tried}. Install one (e.g. `apt install g++`) for the fast CPU kernel."
+    )
 
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_TIMEOUT_S,
+            env={**os.environ, "LC_ALL": "C"},
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"The compiler {command[0]!r} does not run: {error}.") from error
     if done.returncode != 0:
@@ -161,16 +170,17 @@ def _cached(name: str, command: list[str]) -> ctypes.CDLL:
             with contextlib.suppress(OSError):  # a damaged file is compiled again
                 return ctypes.CDLL(str(path))
         handle, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=directory)
-        os.close(handle)
     except (OSError, RuntimeError):  # no home, or nowhere to write
         return _uncached(name, command)
+    os.close(handle)
     try:
         _compile(command, Path(temporary))
         os.replace(temporary, path)
-    except BaseException:
+        return ctypes.CDLL(str(path))
+    except OSError:  # the disk is full, or libraries may not be run from there
+        return _uncached(name, command)
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
-    return _open(path)
 
 
 def _uncached(name: str, command: list[str]) -> ctypes.CDLL:
@@ -178,16 +188,12 @@ def _uncached(name: str, command: list[str]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="hf_paged_cache-") as directory:
         path = Path(directory) / name
         _compile(command, path)
-        return _open(path)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"The compiled kernel does not load: {error}.") from error
 
 
 def _compile(command: list[str], path: Path) -> None:
     _run([*command, *(str(_SOURCE_DIR / source) for source in _SOURCES), "-o", str(path)])
     path.chmod(0o755)
-
-
-def _open(path: Path) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"The compiled kernel does not load: {error}.") from error
