@@ -21,6 +21,13 @@ class LayerGroup:
     layer. Layers of one shape also share one `KVPool`; a group with layers of several shapes (or on several
     devices) has several pools under the same ids.
 
+    Args:
+        window: See below.
+        specs: See below.
+        num_blocks: Blocks of each pool.
+        block_size: Tokens per block.
+        row_blocks: Blocks of the longest row that is expected; tables are made that wide.
+
     Attributes:
         window: Tokens a query sees, itself included, or None for all.
         specs: Layer index -> what the config says of that layer.
@@ -30,12 +37,19 @@ class LayerGroup:
     """
 
     def __init__(
-        self, window: int | None, specs: dict[int, LayerSpec], *, num_blocks: int, block_size: int
+        self,
+        window: int | None,
+        specs: dict[int, LayerSpec],
+        *,
+        num_blocks: int,
+        block_size: int,
+        row_blocks: int,
     ) -> None:
         self.window = window
         self.specs = specs
         self.manager = BlockManager(num_blocks, block_size, window=window)
         self.pools: list[KVPool] = []
+        self._row_blocks = row_blocks
         self.owners: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
@@ -132,9 +146,9 @@ class LayerGroup:
         return table.shape[0] == len(rows) and all(len(row) <= table.shape[1] for row in rows)
 
     def _new_table(self, device: torch.device, rows: list[list[int]]) -> torch.Tensor:
-        """A table that a full pool never outgrows, handed to every layer on that device."""
+        """A table that rows do not outgrow, handed to every layer on that device."""
         longest = max((len(row) for row in rows), default=0)
-        columns = max(self.num_blocks, 2 * longest, 1)
+        columns = max(self._row_blocks, 2 * longest)
         with torch.inference_mode(False):
             table = torch.full((len(rows), columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self._tables[device] = table

@@ -192,7 +192,11 @@ class CacheState:
             for window in capacity:
                 specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
                 self._groups[window] = LayerGroup(
-                    window, specs, num_blocks=capacity[window], block_size=self.config.block_size
+                    window,
+                    specs,
+                    num_blocks=capacity[window],
+                    block_size=self.config.block_size,
+                    row_blocks=-(-(self.config.max_tokens or self._max_positions) // self.config.block_size),
                 )
         for group in self.groups:
             group.manager.start(batch)

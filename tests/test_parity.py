@@ -225,7 +225,7 @@ def test_decoding_reads_blocks_and_never_gathers_them(
 # --- bfloat16 -----------------------------------------------------------------------------------------------
 
 
-def _bf16_steps(
+def _step_logits(
     model: Any, cache: Any, tokens: torch.Tensor, inputs: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """Logits `[rows, NEW_TOKENS, vocabulary]` of a prefill and of one forward per token."""
@@ -258,11 +258,11 @@ def test_bfloat16_tokens_are_equal_up_to_ties_within_the_hosts_own_rounding(seed
     disable(model)
     inputs = _batch(RAGGED, seed)
     tokens = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    host = _bf16_steps(model, host_cache(model), tokens, inputs)
+    host = _step_logits(model, host_cache(model), tokens, inputs)
     in_float32 = by_name("llama").build(dtype=torch.bfloat16).float()
-    exact = _bf16_steps(in_float32, host_cache(in_float32), tokens, inputs)
+    exact = _step_logits(in_float32, host_cache(in_float32), tokens, inputs)
 
-    paged = _bf16_steps(model, paged_cache(model), tokens, inputs)
+    paged = _step_logits(model, paged_cache(model), tokens, inputs)
 
     assert _rms_ratio(paged, exact) <= 1.15 * _rms_ratio(host, exact)
     chosen = paged.argmax(-1, keepdim=True)
@@ -286,18 +286,18 @@ def test_bfloat16_keys_and_values_are_stored_to_the_bit() -> None:
     tokens = torch.cat((inputs["input_ids"], _ids(len(RAGGED), NEW_TOKENS, seed=7)), dim=1)
     disable(model)
     expected_cache = host_cache(model)
-    _bf16_steps(model, expected_cache, tokens, inputs)
+    _step_logits(model, expected_cache, tokens, inputs)
     every_layer = list(range(model.config.num_hidden_layers))
 
     cache = paged_cache(model)
     disable(
         model
     )  # the host's arithmetic on views of the blocks: every bit of every layer is decided by storage
-    _bf16_steps(model, cache, tokens, inputs)
+    _step_logits(model, cache, tokens, inputs)
     _assert_same_bits(cache, expected_cache, every_layer)
 
     cache = paged_cache(model)
-    _bf16_steps(model, cache, tokens, inputs)
+    _step_logits(model, cache, tokens, inputs)
     _assert_same_bits(cache, expected_cache, [0])  # later layers see what paged attention rounded
 
 

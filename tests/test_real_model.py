@@ -1,7 +1,7 @@
 """A trained model on real texts: the tokens and the stored K and V are those of the host's own cache.
 
-Random weights (test_parity) cover the families; these cover what training makes of activations: outliers, sharp
-attention, long prompts.
+Random weights (test_parity) cover the families; this covers what training makes of activations: outliers,
+sharp attention, long prompts.
 """
 
 from __future__ import annotations
@@ -63,10 +63,8 @@ def tokenizer(checkpoint: Path) -> Any:
 def _batch(tokenizer: Any, first: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
     """Prompts `first, first + 1, ...` of the data file as ragged, left-padded rows."""
     lines = TEXTS.read_text(encoding="utf-8").splitlines()[first : first + rows]
-    chats = [
-        [{"role": "user", "content": f"Summarise in one sentence.\n\n{json.loads(line)['document']}"}]
-        for line in lines
-    ]
+    texts = [f"Summarise in one sentence.\n\n{json.loads(line)['document']}" for line in lines]
+    chats = [[{"role": "user", "content": text}] for text in texts]
     encoded = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )

@@ -155,9 +155,8 @@ def _strips(a: Attention) -> Iterator[tuple[int, int]]:
     batch, q_heads, q_tokens, _ = a.query.shape
     strip_tokens = STRIP_TOKENS
     if not parts.has_flash(a.query, a.softcap):
-        strip_tokens = max(
-            16, min(strip_tokens, torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4))
-        )
+        fitting = torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4)
+        strip_tokens = max(16, min(strip_tokens, fitting))
     for start in range(0, q_tokens, strip_tokens):
         yield start, min(start + strip_tokens, q_tokens)
 
@@ -167,4 +166,5 @@ def _chunk_tokens(a: Attention) -> int:
         return CHUNK_TOKENS
     batch, q_heads, q_tokens, _ = a.query.shape
     # Below 256 tokens, merging chunks would cost as much as attending them.
-    return max(min(256, CHUNK_TOKENS), torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4))
+    fitting = torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4)
+    return min(CHUNK_TOKENS, max(256, fitting))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hf_paged_cache.kernels import parts, prefill
+from hf_paged_cache.kernels import parts, prefill, torch_blocks
 from hf_paged_cache.kernels.prefill import attend_with_history
 from hf_paged_cache.kernels.problem import LayerBlocks
 from tests.kernels.cases import DTYPES, TOLERANCE, Case, build, case_id, dense_answer, rms_ratio
@@ -250,3 +250,20 @@ def test_query_masked_everywhere_by_finfo_min_averages_all_tokens_alike(
     got = attend_with_history(problem.blocks, **arguments)  # type: ignore[arg-type]
     values = torch.cat([problem.values, arguments["fresh_values"]], dim=2)  # type: ignore[list-item]
     assert rms_ratio(got[1, 4], values[1].mean(dim=1).repeat_interleave(3, dim=0)) < 2e-6
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_no_more_of_the_history_is_dense_at_one_time_than_a_chunk(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 128)
+    spans: list[int] = []
+    tokens = torch_blocks._tokens
+
+    def recorded(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        spans.append(end - start)
+        return tokens(blocks, start, end)
+
+    monkeypatch.setattr(torch_blocks, "_tokens", recorded)
+    _answer(Prefill("long", _case(end=500), 20, softcap=softcap), torch.float32)
+    assert spans == [128, 128, 128, 116]
