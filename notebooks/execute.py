@@ -1,7 +1,6 @@
-"""Run the notebooks from top to bottom and keep their outputs: `python notebooks/execute.py [name.ipynb ...]`.
+"""Run notebooks from top to bottom and keep their outputs: `python notebooks/execute.py [name.ipynb ...]`.
 
-What differs from run to run without saying anything (times of execution, versions of the kernel) is removed, so
-that a change of a notebook shows what changed.
+Times of execution, versions of the kernel and warnings are left out, so that a diff shows what changed.
 """
 
 from __future__ import annotations
@@ -24,14 +23,18 @@ def execute(path: Path) -> None:
     Raises:
         CellExecutionError: when a cell fails; the file is left as it was.
     """
-    notebook = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]  # nbformat is partly typed
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
             notebook, timeout=CELL_TIMEOUT_S, record_timing=False, resources={"metadata": {"path": folder}}
         )
         client.execute()
-    notebook.metadata = nbformat.from_dict(KERNEL)
-    nbformat.write(notebook, path)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            # Warnings name folders of the machine they were seen on.
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    notebook.metadata = nbformat.from_dict(KERNEL)  # type: ignore[no-untyped-call]
+    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class Bound:
 
     def __str__(self) -> str:
         sign = "≥" if self.at_least else "≤"
-        return f"{'✓' if self.holds else '✗'} {self.what} {sign} {self.limit:g}{self.unit}"
+        return f"{'✓' if self.holds else '✗'} {self.what} {sign} {self.limit:,.4g}{self.unit}"
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def summary(results: Sequence[Result]) -> str:
     """How many of the required numbers hold, and which do not."""
     bounds = [(result, row, bound) for result in results for row in result.rows for bound in row.bounds]
     failed = [
-        f"✗ {result.name} [{_case(result, row.cells)}]: {bound.what} is {bound.value:.3g}{bound.unit}, "
-        f"required {'≥' if bound.at_least else '≤'} {bound.limit:g}{bound.unit}"
+        f"✗ {result.name} [{_case(result, row.cells)}]: {bound.what} is {bound.value:,.4g}{bound.unit}, "
+        f"required {'≥' if bound.at_least else '≤'} {bound.limit:,.4g}{bound.unit}"
         for result, row, bound in bounds
         if not bound.holds
     ]

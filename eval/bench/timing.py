@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+STEPS = 3
+"""Steps of one contender in a row."""
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -52,7 +55,7 @@ def interleave(
     budget_s: float,
     min_rounds: int = 5,
     max_rounds: int = 60,
-    steps: int = 3,
+    steps: int = STEPS,
 ) -> Timings:
     """Time all contenders in rounds; the order within a round rotates from one to the next.
 

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CELL_TIMEOUT_S = 600
+# A folder that only one machine has, on Linux, macOS or Windows.
+LOCAL_PATH = re.compile(
+    r"(?:/(?:home|root|Users|tmp|work|opt|usr|var|mnt|private|workspace)/|\b[A-Za-z]:\\|site-packages|ipykernel_\d)"
+)
+
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def _code_cells(path: Path) -> list[dict[str, Any]]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_there_is_a_notebook() -> None:
+    assert "01_quickstart" in [path.stem for path in NOTEBOOKS]
+
+
+@every_notebook
+def test_a_committed_notebook_was_run_once_from_top_to_bottom(path: Path) -> None:
+    cells = _code_cells(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert all(cell["outputs"] for cell in cells)
+    assert [output for output in outputs if output["output_type"] == "error"] == []
+    assert [output for output in outputs if output.get("name") == "stderr"] == []
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@every_notebook
+def test_a_committed_notebook_names_no_folder_of_a_machine(path: Path) -> None:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("image/png", None)
+    found = LOCAL_PATH.findall(json.dumps(notebook, ensure_ascii=False).replace("\\\\", "\\"))
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_local"),
+    [
+        ("/home/me/model.gguf", True),
+        ("/tmp/x/lib", True),
+        (r"C:\Users\me", True),
+        ("lib/python3.11/site-packages/tqdm", True),
+        ("DATA_DIR / 'catalogue.jsonl'", False),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", False),
+        ("https://example.org/home", False),
+    ],
+)
+def test_the_pattern_tells_local_paths_from_others(text: str, is_local: bool) -> None:
+    assert bool(LOCAL_PATH.search(text)) is is_local
+
+
+@pytest.mark.slow
+@every_notebook
+def test_a_notebook_runs_from_top_to_bottom(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources=resources).execute()
+    printed = "".join(
+        o.text for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == "stdout"
+    )
+    assert "same tokens as the default cache: False" not in printed
+    assert printed.count("same tokens as the default cache: True") >= 1
