@@ -164,8 +164,9 @@ def _check_owner(module: torch.nn.Module, stored: StoredKV) -> None:
     if owner is not None and not _same_weights(owner, module):
         stored.state.abort_step()
         raise CacheMismatchError(
-            f"layer {stored.layer_idx}: the {stored.history_end} cached tokens per row were computed by another "
-            "model (or by other weights of this one); make a new PagedCache for this model, or `cache.reset()`"
+            f"layer {stored.layer_idx}: the {stored.history_end} cached tokens per row were computed by "
+            "another model (or by other weights of this one); make a new PagedCache for this model, or "
+            "`cache.reset()`"
         )
     stored.group.owners[stored.layer_idx] = weakref.ref(module)
 

@@ -112,8 +112,9 @@ class LayerGroup:
     def grow(self, num_blocks: int) -> None:
         """Enlarge every pool to `num_blocks`; ids and contents stay."""
         self.manager.pool.grow(num_blocks - self.num_blocks)
+        used = sorted({block_id for table in self.manager.tables for block_id in table.stored_ids()})
         for pool in self.pools:
-            pool.grow(num_blocks)
+            pool.grow(num_blocks, used)
         for pool, slot, blocks in self._layers.values():
             blocks.keys, blocks.values, blocks.native = pool.keys[:, slot], pool.values[:, slot], None
 

@@ -81,11 +81,17 @@ class KVPool:
         dispatch.copy_blocks(self.keys, src, dst)
         dispatch.copy_blocks(self.values, src, dst)
 
-    def grow(self, num_blocks: int) -> None:
-        """Move to tensors of `num_blocks` blocks; ids keep their content, views of the old ones do not."""
+    def grow(self, num_blocks: int, used: list[int]) -> None:
+        """Move to tensors of `num_blocks` blocks.
+
+        Args:
+            num_blocks: Blocks from now on.
+            used: Ids whose content moves along. The others are not touched, so that they stay free of charge.
+        """
         keys, values = self._allocate(num_blocks)
-        keys[: self.keys.shape[0]] = self.keys
-        values[: self.values.shape[0]] = self.values
+        for block_id in used:
+            keys[block_id] = self.keys[block_id]
+            values[block_id] = self.values[block_id]
         self.keys, self.values = keys, values
 
     def _allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,7 +80,7 @@ class CacheState:
             )
         self._check_in_step(layer_idx, start)
         if not self.batch:
-            self._open_rows(layer_idx, key_states, value_states)
+            self._open_rows(key_states, value_states)
         try:
             self._reserve(start, new_tokens)
         except PoolExhausted:
@@ -106,7 +106,7 @@ class CacheState:
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place in a pool."""
         if not self._groups:
-            self._open_rows(layer_idx, key_states, value_states)
+            self._open_rows(key_states, value_states)
         return self.group_of(layer_idx).claim(layer_idx, key_states, value_states)
 
     # --- what a user does between forwards ------------------------------------------------------------------
@@ -164,10 +164,13 @@ class CacheState:
     def _check_in_step(self, layer_idx: int, start: int) -> None:
         """A new step may only begin when every layer has finished the last one."""
         if start != self.step_end:
+            held = self.step_end
+            if self.is_next_in_step(layer_idx):
+                self.abort_step()
             raise CacheMismatchError(
-                f"layer {layer_idx} holds {start} tokens per row while the cache holds {self.step_end}: "
-                "every layer must be updated in every forward, with the same number of tokens. "
-                "`cache.reset()` starts anew"
+                f"layer {layer_idx} holds {start} tokens per row while the cache holds {held}: every layer "
+                "must be updated in every forward, with the same number of tokens. `cache.reset()` starts "
+                "anew"
             )
         if not start:
             return
@@ -175,16 +178,18 @@ class CacheState:
         unfinished = [index for index in behind if self.tokens[index]]
         if unfinished or (behind and self._last_written == layer_idx):
             first = (unfinished or behind)[0]
+            held = self.tokens[first]
+            self.abort_step()
             raise CacheMismatchError(
-                f"layer {layer_idx} is written again while layer {first} holds {self.tokens[first]} tokens "
-                f"per row, not {start}. Either a forward was interrupted (then `cache.crop(...)` or "
-                "`cache.reset()`), or self- and cross-attention write to one cache: an encoder-decoder "
-                "model needs `EncoderDecoderCache(PagedCache(model), DynamicCache())`"
+                f"layer {layer_idx} is written again while layer {first} holds {held} tokens per row, not "
+                f"{start}. Either a forward was interrupted: it is taken back now, so call the model again. "
+                "Or self- and cross-attention write to one cache: an encoder-decoder model needs "
+                "`EncoderDecoderCache(PagedCache(model), DynamicCache())`"
             )
 
-    def _open_rows(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, new_tokens = key_states.shape[0], key_states.shape[2]
-        capacity = self._capacity_blocks(layer_idx, batch, new_tokens, key_states, value_states)
+        capacity = self._capacity_blocks(batch, new_tokens, key_states, value_states)
         if any(group.num_blocks < capacity[window] for window, group in self._groups.items()):
             for group in self.groups:
                 group.grow(max(group.num_blocks, capacity[group.window]))
@@ -205,7 +210,6 @@ class CacheState:
 
     def _capacity_blocks(
         self,
-        layer_idx: int,
         batch: int,
         new_tokens: int,
         key_states: torch.Tensor,
@@ -234,6 +238,21 @@ class CacheState:
             return wanted
         return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}
 
+    def _ceiling_blocks(self, group: LayerGroup) -> int:
+        """Blocks that a group may have: what full rows take, cut to the memory.
+
+        A pool is sized for the rows it starts with. Rows that were repeated, and windows that are kept for a
+        roll-back, can want more than that, up to what was asked for.
+        """
+        if self.config.max_tokens is not None:
+            return -(-self.config.max_tokens // self.config.block_size)
+        full = self.batch * -(-self._max_positions // self.config.block_size)
+        block_bytes = sum(pool.bytes_per_block for pool in group.pools)
+        if not block_bytes:
+            return full
+        budget = self.config.gpu_memory_utilization * free_memory_bytes(group.pools[0].shape.device)
+        return min(full, int(budget / block_bytes))
+
     def _window_blocks(self, window: int, new_tokens: int) -> int:
         """Blocks a row of a window layer holds: the old window, the new one, the edges of both."""
         size = self.config.block_size
@@ -250,20 +269,17 @@ class CacheState:
             group.apply(reservation)
 
     def _make_room(self, group: LayerGroup, start: int, new_tokens: int) -> None:
-        """Raise unless the group can take the new tokens; a window group may grow up to a full one."""
+        """Raise unless the group can take the new tokens, growing it where its rows have become more."""
         pool = group.manager.pool
         needed = group.manager.blocks_needed(new_tokens, keep_history=self.record_past)
         if pool.can_allocate(needed):
             return
         free = pool.num_free + pool.num_pending
-        if group.window is not None:
-            ceiling = self.batch * -(-(start + new_tokens) // self.config.block_size)
-            if self.config.max_tokens is not None:
-                ceiling = min(ceiling, -(-self.config.max_tokens // self.config.block_size))
-            grown = min(max(2 * group.num_blocks, group.num_blocks + needed - free), ceiling)
-            if grown - group.num_blocks >= needed - free:
-                group.grow(grown)
-                return
+        missing = needed - free
+        grown = min(max(2 * group.num_blocks, group.num_blocks + missing), self._ceiling_blocks(group))
+        if grown - group.num_blocks >= missing:
+            group.grow(grown)
+            return
         raise PoolExhausted(
             f"{new_tokens} new tokens for {self.batch} rows need {needed} blocks of "
             f"{self.config.block_size} tokens, and {free} of {group.num_blocks} are free; nothing was "

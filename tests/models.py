@@ -1,7 +1,7 @@
 """Tiny models with random weights, one per family of attention code, and how to run and cache them.
 
-Weights are redrawn at the scale of trained ones. The small defaults of `transformers` give near-flat attention and
-logits that hardly depend on the history, so that a cache could lose it all and no token would change.
+Weights are redrawn at the scale of trained ones. The small defaults of `transformers` give near-flat
+attention and logits that hardly depend on the history, so that a cache could lose it all unnoticed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, LlamaModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, LlamaModel
 
 from hf_paged_cache import PagedCache
 
@@ -59,14 +59,12 @@ class ModelCase:
     is_encoder_decoder: bool = False
     value_gain: float = 2.0
 
-    def build(
-        self, *, noise: float = 0.0, dtype: torch.dtype = torch.float32, windowed: bool = True
-    ) -> PreTrainedModel:
+    def build(self, *, noise: float = 0.0, dtype: torch.dtype = torch.float32, windowed: bool = True) -> Any:
         """A new model in evaluation mode; the same weights at every call.
 
         Args:
-            noise: Share of every weight's scale that is drawn anew. A little makes an assistant that guesses well
-                but not always.
+            noise: Share of every weight's scale that is drawn anew. A little makes an assistant that guesses
+                well but not always.
             dtype: Of the weights.
             windowed: False widens a sliding window beyond every sequence of these tests.
         """
@@ -117,10 +115,12 @@ CASES = (
     _case("qwen3", "Qwen3Config", head_dim=24, **_GQA),
     _case("mistral", "MistralConfig", sliding_window=WINDOW, **_GQA),
     _case(
-        "gemma2", "Gemma2Config", attention="eager", attn_logit_softcapping=5.0, final_logit_softcapping=30.0, **_GEMMA
+        "gemma2", "Gemma2Config", attention="eager",
+        attn_logit_softcapping=5.0, final_logit_softcapping=30.0, **_GEMMA,
     ),
     _case(
-        "gemma3", "Gemma3TextConfig", layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        "gemma3", "Gemma3TextConfig",
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         **_GEMMA | {"num_hidden_layers": 3},
     ),
     _case("phi3", "Phi3Config", num_key_value_heads=4),
@@ -135,7 +135,8 @@ CASES = (
     ),
     _encoder_decoder_case(
         "t5", "T5Config", "T5ForConditionalGeneration",
-        d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=PAD, tie_word_embeddings=False,
+        d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=PAD,
+        tie_word_embeddings=False,
     ),
     _encoder_decoder_case(
         "bart", "BartConfig", "BartForConditionalGeneration",
@@ -153,13 +154,13 @@ def by_name(name: str) -> ModelCase:
 
 
 @cache
-def shared_model(case_name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def shared_model(case_name: str, *, dtype: torch.dtype = torch.float32) -> Any:
     """One model per case for a whole test run. Tests leave it as they found it, or activated."""
     return by_name(case_name).build(dtype=dtype)
 
 
 @cache
-def assistant_for(case_name: str) -> PreTrainedModel:
+def assistant_for(case_name: str) -> Any:
     """A draft model that agrees with the case's model often, with a schedule that keeps no memory.
 
     Its windows are wide: up to transformers 5.17 an assistant's own cache fails in a window.
@@ -171,14 +172,14 @@ def assistant_for(case_name: str) -> PreTrainedModel:
     return assistant
 
 
-def host_cache(model: PreTrainedModel) -> Any:
+def host_cache(model: Any) -> Any:
     """What `transformers` itself would use for this model."""
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
     return DynamicCache(config=model.config)
 
 
-def paged_cache(model: PreTrainedModel, *, block_size: int = BLOCK_SIZE, cross: str = "paged") -> Any:
+def paged_cache(model: Any, *, block_size: int = BLOCK_SIZE, cross: str = "paged") -> Any:
     """The paged counterpart; `cross` says whether cross-attention is `paged` too or a `dynamic` cache."""
     if model.config.is_encoder_decoder:
         second = (
@@ -200,7 +201,7 @@ def paged_parts(cache: Any) -> list[PagedCache]:
     return [part for part in parts if isinstance(part, PagedCache)]
 
 
-def _redraw(model: PreTrainedModel, seed: int, noise: float, value_gain: float) -> None:
+def _redraw(model: Any, seed: int, noise: float, value_gain: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     others = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

@@ -183,14 +183,13 @@ def test_a_layer_that_lags_behind_is_refused() -> None:
         cache.update(kv(tokens=1), kv(tokens=1), 1)
 
 
-def test_a_forward_after_an_interrupted_one_is_refused_until_cropped() -> None:
+def test_a_forward_after_an_interrupted_one_is_refused_once_and_the_interrupted_one_taken_back() -> None:
     cache = filled()
     cache.update(kv(tokens=2), kv(tokens=2), 0)
     with pytest.raises(
         CacheMismatchError, match=r"layer 0 is written again while layer 1 holds 5 .* interrupted"
     ):
         cache.update(kv(tokens=1), kv(tokens=1), 0)
-    cache.crop(-2)
     assert [cache.get_seq_length(layer) for layer in range(3)] == [5, 5, 5]
     for layer in range(3):
         cache.update(kv(tokens=1), kv(tokens=1), layer)
@@ -273,6 +272,20 @@ def test_exhaustion_is_told_before_any_row_is_written_and_the_cache_goes_on() ->
         cache.update(kv(tokens=2), kv(tokens=2), layer)
     assert cache.get_seq_length() == 32
     cache.check_integrity()
+
+
+def test_repeated_rows_have_room_for_the_models_length_each() -> None:
+    cache = PagedCache(CONFIG, block_size=16)
+    for layer in range(3):
+        cache.update(kv(batch=1, tokens=200), kv(batch=1, tokens=200), layer)
+    assert cache.stats().num_blocks == 256 // 16
+    cache.batch_repeat_interleave(4)
+    marked = kv(batch=4, tokens=56) * torch.arange(4.0)[:, None, None, None]
+    for layer in range(3):
+        cache.update(marked, marked, layer)
+    cache.check_integrity()
+    assert torch.equal(cache.layers[2].keys[:, :, :200], kv(batch=4, tokens=200))
+    assert torch.equal(cache.layers[2].values[:, :, 200:], marked)
 
 
 def test_exhaustion_at_the_first_prompt_leaves_an_empty_usable_cache() -> None:

@@ -91,7 +91,7 @@ def _generate(case: ModelCase, mode: Mode, cache: Any) -> list[torch.Tensor]:
     if mode.assistant:
         options["assistant_model"] = assistant_for(case.name)
     inputs = mode.inputs()
-    outputs = []
+    outputs: list[torch.Tensor] = []
     torch.manual_seed(1)
     for turn in range(mode.turns):
         if turn:
@@ -214,9 +214,14 @@ def test_decoding_reads_blocks_and_never_gathers_them(
     # An eager function is tried against the kernel once, densely.
     model.generate(**inputs, **options, **{cache_kwarg(): paged_cache(model, cross="dynamic")})
 
-    gathered = []
+    gathered: list[int] = []
     gather = dispatch.gather
-    monkeypatch.setattr(dispatch, "gather", lambda *args: gathered.append(args) or gather(*args))
+
+    def counted(*args: Any) -> Any:
+        gathered.append(1)
+        return gather(*args)
+
+    monkeypatch.setattr(dispatch, "gather", counted)
     model.generate(**inputs, **options, **{cache_kwarg(): paged_cache(model, cross="dynamic")})
 
     assert len(gathered) == 0
@@ -231,7 +236,7 @@ def _step_logits(
     """Logits `[rows, NEW_TOKENS, vocabulary]` of a prefill and of one forward per token."""
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW_TOKENS), value=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = []
+    logits: list[torch.Tensor] = []
     done = 0
     with torch.no_grad():
         for end in range(PROMPT_TOKENS, PROMPT_TOKENS + NEW_TOKENS):

@@ -47,9 +47,14 @@ def model(checkpoint: Path) -> Any:
     options = {}
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        checkpoint.parent, gguf_file=checkpoint.name, dtype=torch.float32, **options
-    )
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            checkpoint.parent, gguf_file=checkpoint.name, dtype=torch.float32, **options
+        )
+    except (ImportError, ValueError) as error:
+        if "pip install" not in str(error):
+            raise
+        pytest.skip(f"transformers {transformers.__version__} reads GGUF files with more packages: {error}")
     return loaded.eval()
 
 
