@@ -159,6 +159,7 @@ def tokens_to_remove(argument: int, length: int) -> int:
     Raises:
         PagedCacheError: A positive number where the installed version has none.
     """
+    argument = int(argument)  # 5.17 passes a tensor
     if argument <= 0:
         return -argument
     if _CROP_KEEPS_WHEN_POSITIVE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._state = state
         self.layer_idx = layer_idx
         self._blocks: LayerBlocks | None = None
+        self._last_read: weakref.ref[StoredKV] | None = None
 
     # --- what attention calls -------------------------------------------------------------------------------
 
@@ -175,9 +177,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if self._blocks is None or not self._state.batch:
             return None
         tokens = self.get_seq_length()
-        return StoredKV(
-            self._state, self._blocks, self.layer_idx, self._first_visible(tokens), tokens
-        ).views()
+        # Whoever reads `keys` and then `values` (every cross-attention does) gets two views of one thing.
+        stored = self._last_read() if self._last_read is not None else None
+        if (
+            stored is None
+            or stored.state is not self._state  # a deep copy keeps the reference of its original
+            or stored.end != tokens
+            or not stored.is_current
+        ):
+            start = self._first_visible(tokens)
+            stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
+            self._last_read = weakref.ref(stored)
+        return stored.views()
 
     def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         try:

@@ -35,6 +35,7 @@ class StoredKV:
     """
 
     __slots__ = (
+        "__weakref__",
         "_dense",
         "_version",
         "blocks",
@@ -78,9 +79,14 @@ class StoredKV:
         """Whether the view goes further back than this forward."""
         return self.history_end > self.start
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the blocks behind the view still hold what they held when it was made."""
+        return self._version == self.group.manager.version
+
     def check_current(self) -> None:
         """Raise if the blocks behind the view have changed since it was made."""
-        if self._version != self.group.manager.version:
+        if not self.is_current:
             raise StaleViewError(
                 f"this view of the K/V of layer {self.layer_idx} was made before the cache was cropped, "
                 "reordered or reset, and its blocks have moved on; read `cache.layers[i].keys` again, or "

@@ -105,8 +105,13 @@ def _encoder_decoder_case(name: str, config: str, architecture: str, **options: 
     )
 
 
-_GQA = {"num_key_value_heads": 2}
-_GEMMA = {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
+_GQA: dict[str, Any] = {"num_key_value_heads": 2}
+_GEMMA: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": WINDOW,
+}
 
 CASES = (
     _case("llama", "LlamaConfig", num_hidden_layers=3, **_GQA),

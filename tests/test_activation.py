@@ -91,9 +91,14 @@ def test_importing_activates_nothing(model: PreTrainedModel) -> None:
 
 def test_context_manager_restores_even_after_an_error(model: PreTrainedModel) -> None:
     before = model.config._attn_implementation
-    with pytest.raises(ZeroDivisionError), paged_attention(model):
-        assert model.config._attn_implementation == NAME_PREFIX + before
-        raise ZeroDivisionError
+
+    def fail_inside() -> None:
+        with paged_attention(model):
+            assert model.config._attn_implementation == NAME_PREFIX + before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert model.config._attn_implementation == before
 
 

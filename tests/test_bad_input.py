@@ -98,7 +98,7 @@ def test_models_without_anything_to_page_are_refused() -> None:
 def test_unknown_layer_kinds_are_refused_by_name() -> None:
     config = LlamaConfig(num_hidden_layers=2)
     config.layer_types = ["full_attention", "spiral_attention"]
-    with pytest.raises(UnsupportedLayerError, match="layer 1 .* 'spiral_attention'"):
+    with pytest.raises(UnsupportedLayerError, match=r"layer 1 .* 'spiral_attention'"):
         PagedCache(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class Twins:
         self._generator = torch.Generator().manual_seed(0)
 
     def update(self, tokens: int) -> None:
-        """New K/V in every layer; what comes back must be equal to the bit, as must the mask sizes announced."""
+        """New K/V in every layer; what comes back must be equal to the bit, as must the mask sizes."""
         for layer in range(LAYERS):
             assert self.paged.get_mask_sizes(tokens, layer) == self.stock.get_mask_sizes(tokens, layer)
         for layer in range(LAYERS):
@@ -219,6 +220,29 @@ def test_reading_layers_gives_dense_tensors(config: PreTrainedConfig) -> None:
     assert keys.numpy().shape == keys.shape
     assert keys.tolist() == twins.stock.layers[2].keys.tolist()
     assert "keys of layer 2" in repr(keys)
+
+
+def test_a_cache_that_was_read_can_be_copied_and_the_copy_is_its_own(config: PreTrainedConfig) -> None:
+    twins = Twins(config)
+    twins.update(20)
+    assert twins.paged.layers[0].keys.shape[2] == 20
+    copies = copy.deepcopy(twins.stock), copy.deepcopy(twins.paged)
+    twins.update(3)
+    twins.check()
+    twins.stock, twins.paged = copies
+    twins.check()
+    twins.update(20)
+    twins.check()
+
+
+def test_crop_takes_the_tensor_that_older_versions_pass() -> None:
+    twins = Twins(full_config())
+    twins.update(20)
+    count = torch.tensor(4)
+    twins.paged.crop(-count)
+    count += 7
+    assert twins.paged.get_seq_length() == 16
+    assert type(twins.paged._state.step_end) is int
 
 
 def test_a_dropped_cache_dies_at_once() -> None:

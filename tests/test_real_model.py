@@ -55,6 +55,7 @@ def model(checkpoint: Path) -> Any:
         if "pip install" not in str(error):
             raise
         pytest.skip(f"transformers {transformers.__version__} reads GGUF files with more packages: {error}")
+    loaded.generation_config.pad_token_id = loaded.config.eos_token_id
     return loaded.eval()
 
 
@@ -62,6 +63,8 @@ def model(checkpoint: Path) -> Any:
 def tokenizer(checkpoint: Path) -> Any:
     loaded = AutoTokenizer.from_pretrained(checkpoint.parent, gguf_file=checkpoint.name)
     loaded.padding_side = "left"
+    if loaded.pad_token_id is None:
+        loaded.pad_token = loaded.eos_token
     return loaded
 
 

@@ -1,1 +1,1 @@
-"""Kernels over blocks: write, copy, decode, prefill over history. Reference beside fast versions, one signature."""
+"""Kernels over blocks: write, copy, decode, prefill over history; a reference beside fast versions."""

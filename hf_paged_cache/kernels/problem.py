@@ -1,6 +1,7 @@
 """What every kernel is given: one layer's blocks, and the question asked of them.
 
-Backends (`reference`, `torch`, `cpp`, later `triton`) share these signatures; none of them knows of caches or models.
+Backends (`reference`, `torch`, `cpp`, later `triton`) share these signatures; none of them knows of caches or
+models.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ class LayerBlocks:
     `keys[table[b, t // block_size], h, t % block_size]` is the key of token `t` of row `b` for kv head `h`.
 
     Attributes:
-        keys: `[num_blocks, kv_heads, block_size, head_dim]`; usually a strided slice of a pool that holds several
-            layers, so only the last three dimensions are contiguous.
+        keys: `[num_blocks, kv_heads, block_size, head_dim]`; usually a strided slice of a pool that holds
+            several layers, so only the last three dimensions are contiguous.
         values: `[num_blocks, kv_heads, block_size, v_head_dim]`, same dtype and device.
-        table: int32 `[batch, max_blocks]`, contiguous, on the same device. `NULL_BLOCK` marks a block that is not stored.
-            Columns past the end of a row hold arbitrary ids.
-        native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field above is
-            replaced.
+        table: int32 `[batch, max_blocks]`, contiguous, on the same device. `NULL_BLOCK` marks a block that is
+            not stored. Columns past the end of a row hold arbitrary ids.
+        native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field
+            above is replaced.
     """
 
     keys: torch.Tensor
@@ -49,25 +50,26 @@ class LayerBlocks:
 class Attention:
     """One attention call of one layer over stored tokens `[start, end)` of every row.
 
-    Query `i` of `q_tokens` stands at token position `end - q_tokens + i` when the queries are the newest tokens, which is
-    what `causal` and `window` refer to. The softmax is over `scale * q·k`, soft-capped, plus mask; a sink adds one logit
-    per head that takes probability but has no value.
+    Query `i` of `q_tokens` stands at token position `end - q_tokens + i` when the queries are the newest
+    tokens, which is what `causal` and `window` refer to. The softmax is over `scale * q·k`, soft-capped, plus
+    mask; a sink adds one logit per head that takes probability but has no value.
 
     Attributes:
-        query: `[batch, q_heads, q_tokens, head_dim]`; `q_heads` is a multiple of the kv heads and query head `h` reads kv
-            head `h // (q_heads // kv_heads)`. Any strides, last dimension contiguous. fp32, bf16 or fp16, the dtype of the
-            blocks.
+        query: `[batch, q_heads, q_tokens, head_dim]`; `q_heads` is a multiple of the kv heads and query head
+            `h` reads kv head `h // (q_heads // kv_heads)`. Any strides, last dimension contiguous. fp32, bf16
+            or fp16, the dtype of the blocks.
         start: First stored token attended (0, or where a sliding window begins).
         end: One past the last stored token attended.
         scale: Factor on q·k.
-        mask: None, or broadcastable to `[batch, q_heads, q_tokens, end - start]`: boolean (True = attend) or floating
-            (added to the scaled, soft-capped score). A row with nothing to attend yields zeros, never NaN.
+        mask: None, or broadcastable to `[batch, q_heads, q_tokens, end - start]`: boolean (True = attend) or
+            floating (added to the scaled, soft-capped score). A row with nothing to attend yields zeros,
+            never NaN.
         causal: Query i sees stored positions <= its own. Independent of `mask`; both apply.
         window: None, or query at position p sees only positions > p - window.
         softcap: None, or c: score = c * tanh(score / c) (Gemma-2).
         sinks: None, or `[q_heads]`: a logit per head in the denominator only (gpt-oss).
-        queries_are_last: False for queries that are not the newest stored tokens (history of a prefill; cross-attention):
-            then query i stands at position `end + i`.
+        queries_are_last: False for queries that are not the newest stored tokens (history of a prefill;
+            cross-attention): then query i stands at position `end + i`.
     """
 
     query: torch.Tensor
