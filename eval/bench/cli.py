@@ -72,7 +72,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
             result = entry.run(context)
             results.append(result)
             table.show(console, result)
-    console.print(table.summary(results), highlight=False)
+    console.print(table.summary(results), highlight=False, markup=False)
     console.print(f"{time.perf_counter() - started_s:.0f} s", highlight=False)
     if json_file is not None:
         document = {

@@ -26,7 +26,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class _Case:
-    """One call: `chunk` tokens of the prompt at a time (0: all at once); `required`: Paged must stay below."""
+    """One call, `chunk` tokens of the prompt at a time (0: all at once). `required`: Paged stays below."""
 
     total_tokens: int
     new_tokens: int
@@ -65,8 +65,8 @@ def run(context: Context) -> Result:
             f"{method}; baseline: after loading the model and one short generate. MB = 10^6 bytes.",
             "formula: 2 * layers * kv_heads * head_dim * dtype_bytes * blocks * block_size. "
             "Both caches generated the same tokens.",
-            "A prompt at once peaks in its own activations, which no cache changes: there the caches differ by "
-            "how well the C library re-uses freed memory, which varies by tens of MB from run to run.",
+            "A prompt at once peaks in its own activations, which no cache changes: there they differ "
+            "by how well the C library re-uses freed memory: tens of MB, this way or that, from run to run.",
         ),
         time.perf_counter() - started_s,
     )

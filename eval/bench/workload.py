@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from eval import models
 from eval.bench.context import SEED
@@ -91,10 +91,15 @@ def fill(caches: list[Any], model: Any, tokens: int) -> None:
 
 def remove_last(cache: Any, tokens: int) -> None:
     """Crop; a `DynamicCache` is then put into the contiguous tensors that its next `torch.cat` would find."""
+    layers: list[Any] = cache.layers
+    if isinstance(cache, StaticCache):
+        for layer in layers:
+            layer.cumulative_length.sub_(tokens)  # older versions have no `crop` for it
+        return
     cache.crop(-tokens)
-    layers: list[Any] = cache.layers if type(cache) is DynamicCache else []
-    for layer in layers:
-        layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
+    if type(cache) is DynamicCache:
+        for layer in layers:
+            layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
 
 
 def rms_ratio(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,7 +1,7 @@
 """Paged attention on CPUs: C++ that reads keys and values straight from their blocks.
 
-The library is compiled on first use (`build`) and called through `ctypes` with data pointers. It needs no torch ABI
-and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`.
+The library is compiled on first use (`build`) and called through `ctypes` with data pointers. It needs no
+torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _handle() -> ctypes.CDLL:
 
 
 def unavailable_reason() -> str | None:
-    """None when the kernel runs on this machine, otherwise a sentence. The first call compiles for seconds."""
+    """None when the kernel runs here, otherwise a sentence. The first call compiles, for some seconds."""
     loaded = _load()
     return loaded if isinstance(loaded, str) else None
 
@@ -168,8 +168,9 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
     ):
         raise AssertionError(
             f"keys {tuple(key_states.shape)} {key_states.dtype} and values {tuple(value_states.shape)} "
-            f"{value_states.dtype} from position {start} do not fit blocks of [batch, head_dim, kv_heads] {native.shape}, "
-            f"v_head_dim {native.v_head_dim}, {native.dtype}, for {native.capacity_tokens} tokens"
+            f"{value_states.dtype} from position {start} do not fit blocks of [batch, head_dim, kv_heads] "
+            f"{native.shape}, v_head_dim {native.v_head_dim}, {native.dtype}, "
+            f"for {native.capacity_tokens} tokens"
         )
     key_batch, key_head, key_token, key_element = key_states.stride()
     value_batch, value_head, value_token, value_element = value_states.stride()
@@ -199,11 +200,12 @@ def decode(
     Args:
         blocks: The stored tokens; not modified.
         a: The question.
-        return_lse: Also return the log of the softmax's denominator, to merge with attention over other tokens.
+        return_lse: Also return the log of the softmax's denominator, to merge it with other parts'.
 
     Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, dtype of the query. With `return_lse` also float32
-        `[batch, q_heads, q_tokens]`: natural log, sink included, -inf where there is neither a token nor a sink.
+        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, dtype of the query. With `return_lse` also
+        float32 `[batch, q_heads, q_tokens]`: natural log, sink included, -inf where there is neither a
+        visible token nor a sink.
     """
     native = blocks.native
     if type(native) is not _Native:
@@ -218,7 +220,8 @@ def decode(
     ):
         raise AssertionError(
             f"query {tuple(query.shape)} {query.dtype} over tokens [{a.start}, {a.end}) does not fit blocks "
-            f"of [batch, head_dim, kv_heads] {native.shape}, {native.dtype}, for {native.capacity_tokens} tokens"
+            f"of [batch, head_dim, kv_heads] {native.shape}, {native.dtype}, "
+            f"for {native.capacity_tokens} tokens"
         )
     query_batch, query_head, query_token, query_element = query.stride()
     if query_element != 1:

@@ -18,7 +18,13 @@ struct Blocks {
   std::int64_t element_type;
 };
 
-enum MaskType : std::int64_t { kNoMask = 0, kBoolMask = 1, kFloat32Mask = 2, kBFloat16Mask = 3, kFloat16Mask = 4 };
+enum MaskType : std::int64_t {
+  kNoMask = 0,
+  kBoolMask = 1,
+  kFloat32Mask = 2,
+  kBFloat16Mask = 3,
+  kFloat16Mask = 4
+};
 
 // One attention call over stored tokens [start, end).
 struct Call {

@@ -1,9 +1,9 @@
 // Paged attention for a few query tokens: every stored key and value is read once, straight from its block.
 //
-// The work is cut into tasks of (batch row, run of blocks). A task walks its blocks in order and, inside a block, the
-// kv heads, whose tiles lie next to each other in memory; all query heads of a kv head share each read. Long rows are
-// cut into several tasks so that every thread has work, and their results are merged by log-sum-exp
-// (flash-decoding: Dao et al., 2023; paged blocks: Kwon et al., "PagedAttention", 2023).
+// The work is cut into tasks of (batch row, run of blocks). A task walks its blocks in order and, inside a
+// block, the kv heads, whose tiles lie next to each other in memory; all query heads of a kv head share each
+// read. Long rows are cut into several tasks so that every thread has work, and their results are merged by
+// log-sum-exp (flash-decoding: Dao et al., 2023; paged blocks: Kwon et al., "PagedAttention", 2023).
 #include <algorithm>
 #include <utility>
 
@@ -35,7 +35,8 @@ struct VisibleBlock {
   int tokens;
 };
 
-// What a task leaves behind: for each query row of the batch row, kv head by kv head, unnormalised sums and softmax.
+// What a task leaves behind: for each query row of the batch row, kv head by kv head, unnormalised sums and
+// softmax.
 struct Partial {
   float* sums;
   Softmax* softmax;
@@ -58,8 +59,9 @@ class Attention {
     first_token_ = std::min(first_token_, call.end);
     first_block_ = first_token_ / blocks.block_size;
     num_blocks_ = (call.end + blocks.block_size - 1) / blocks.block_size - first_block_;
-    splits_ = std::max<std::int64_t>(1, std::min({(kTasksPerThread * threads_ + blocks.batch - 1) / blocks.batch,
-                                                  (call.end - first_token_) / kMinTokensPerSplit, num_blocks_}));
+    splits_ =
+        std::max<std::int64_t>(1, std::min({(kTasksPerThread * threads_ + blocks.batch - 1) / blocks.batch,
+                                            (call.end - first_token_) / kMinTokensPerSplit, num_blocks_}));
     sums_stride_ = round_up(blocks.v_head_dim, kPair);
     query_floats_ = round_up(rows_ * prepared_query_floats<Row>(blocks.head_dim), kLanes);
   }
@@ -69,12 +71,14 @@ class Attention {
     const std::int64_t partials = splits_ > 1 ? tasks : threads_;
     sums_floats_ = rows_ * sums_stride_;
     partial_bytes_ = round_up(sums_floats_ * 4 + rows_ * static_cast<std::int64_t>(sizeof(Softmax)), 64);
-    worker_bytes_ = round_up(query_floats_ * 4 + num_blocks_ * static_cast<std::int64_t>(sizeof(VisibleBlock)), 64);
+    worker_bytes_ =
+        round_up(query_floats_ * 4 + num_blocks_ * static_cast<std::int64_t>(sizeof(VisibleBlock)), 64);
     memory_ = scratch.reserve(partials * partial_bytes_ + threads_ * worker_bytes_);
     if (memory_ == nullptr) return kOutOfMemory;
     workers_ = memory_ + partials * partial_bytes_;
 
-    // Always one thread or all of them: a team of another size would make OpenMP end threads and start them again.
+    // Always one thread or all of them: a team of another size would make OpenMP end threads and start them
+    // again.
     [[maybe_unused]] const bool parallel = threads_ > 1 && tasks > 1;
 #pragma omp parallel num_threads(static_cast<int>(threads_)) if (parallel)
     {
@@ -82,7 +86,8 @@ class Attention {
       for (std::int64_t task = 0; task < tasks; ++task) run_task(task);
       if (splits_ > 1) {
 #pragma omp for schedule(static)
-        for (std::int64_t i = 0; i < blocks_.batch * rows_; ++i) finish(i / rows_, i % rows_, (i / rows_) * splits_, splits_);
+        for (std::int64_t i = 0; i < blocks_.batch * rows_; ++i)
+          finish(i / rows_, i % rows_, (i / rows_) * splits_, splits_);
       }
     }
     return status_.load();
@@ -147,10 +152,12 @@ class Attention {
 
   Tile<Row> tile_of(const VisibleBlock& block, std::int64_t h) const {
     const std::int64_t slot = block.first % blocks_.block_size;
-    const Element* keys = reinterpret_cast<const Element*>(blocks_.keys) + block.id * blocks_.key_block_stride +
-                          h * blocks_.key_head_stride + slot * blocks_.key_token_stride;
-    const Element* values = reinterpret_cast<const Element*>(blocks_.values) + block.id * blocks_.value_block_stride +
-                            h * blocks_.value_head_stride + slot * blocks_.value_token_stride;
+    const Element* keys = reinterpret_cast<const Element*>(blocks_.keys) +
+                          block.id * blocks_.key_block_stride + h * blocks_.key_head_stride +
+                          slot * blocks_.key_token_stride;
+    const Element* values = reinterpret_cast<const Element*>(blocks_.values) +
+                            block.id * blocks_.value_block_stride + h * blocks_.value_head_stride +
+                            slot * blocks_.value_token_stride;
     return {keys, values, block.first, block.tokens, block.masked, 0, 0};
   }
 
@@ -177,19 +184,32 @@ class Attention {
   }
 
   // Passes over the tile with up to kMaxRows rows each, as even as can be: 5 rows are 3 + 2, not 4 + 1.
-  void attend_tile(std::int64_t b, std::int64_t h, Tile<Row> tile, const float* queries, const Partial& result) const {
+  void attend_tile(std::int64_t b, std::int64_t h, Tile<Row> tile, const float* queries,
+                   const Partial& result) const {
     const std::int64_t rows_per_head = call_.q_heads / blocks_.kv_heads * call_.q_tokens;
     std::int64_t passes = (rows_per_head + kMaxRows - 1) / kMaxRows;
     for (std::int64_t first = 0; passes > 0; --passes) {
       const std::int64_t count = (rows_per_head - first + passes - 1) / passes;
       const std::int64_t row = h * rows_per_head + first;
-      const Rows rows = {b, h, first, queries + row * prepared_query_floats<Row>(blocks_.head_dim),
-                         result.sums + row * sums_stride_, result.softmax + row};
+      const Rows rows = {b,
+                         h,
+                         first,
+                         queries + row * prepared_query_floats<Row>(blocks_.head_dim),
+                         result.sums + row * sums_stride_,
+                         result.softmax + row};
       switch (count) {
-        case 1: tiles_.template attend<Row, 1>(tile, rows); break;
-        case 2: tiles_.template attend<Row, 2>(tile, rows); break;
-        case 3: tiles_.template attend<Row, 3>(tile, rows); break;
-        default: tiles_.template attend<Row, 4>(tile, rows); break;
+        case 1:
+          tiles_.template attend<Row, 1>(tile, rows);
+          break;
+        case 2:
+          tiles_.template attend<Row, 2>(tile, rows);
+          break;
+        case 3:
+          tiles_.template attend<Row, 3>(tile, rows);
+          break;
+        default:
+          tiles_.template attend<Row, 4>(tile, rows);
+          break;
       }
       first += count;
       tile.key_prefetch_bytes = tile.value_prefetch_bytes = 0;  // the first pass has asked for the next tile

@@ -1,8 +1,8 @@
 """Compiles the kernel on first use with the system compiler, and keeps the result for later processes.
 
-The library is kept in a per-user cache under a name that hashes the sources, the flags and the compiler's version:
-when one of them changes another file is made, so an old file is never wrong. It is compiled to a temporary name and
-moved into place, so processes that compile at the same time replace each other's equal results.
+The library is kept in a per-user cache under a name that hashes the sources, the flags and the compiler's
+version: when one of them changes another file is made, so an old file is never wrong. It is compiled to a
+temporary name and moved into place: processes that compile at once replace each other's equal results.
 
 Environment:
     CXX: The compiler; otherwise the first of `g++`, `c++`, `clang++`.

@@ -13,8 +13,8 @@ constexpr std::int64_t kParallelBytes = 128 * 1024;
 
 std::int64_t element_bytes(const Blocks& blocks) { return blocks.element_type == 0 ? 4 : 2; }
 
-void copy_rows(char* to, std::int64_t to_stride, const char* from, std::int64_t from_stride, std::int64_t rows,
-               std::int64_t row_bytes) {
+void copy_rows(char* to, std::int64_t to_stride, const char* from, std::int64_t from_stride,
+               std::int64_t rows, std::int64_t row_bytes) {
   if (to_stride == row_bytes && from_stride == row_bytes) {
     std::memcpy(to, from, static_cast<std::size_t>(rows * row_bytes));
     return;
@@ -68,28 +68,34 @@ extern "C" __attribute__((visibility("default"))) int paged_write(const paged::B
     const int64_t to = std::min(end, (column + 1) * blocks.block_size);
     const int64_t slot = from % blocks.block_size;
     const int64_t token = from - fresh.start;
+    paged::copy_rows(blocks.keys + element * (id * blocks.key_block_stride + h * blocks.key_head_stride +
+                                              slot * blocks.key_token_stride),
+                     element * blocks.key_token_stride,
+                     fresh.keys + element * (b * fresh.key_batch_stride + h * fresh.key_head_stride +
+                                             token * fresh.key_token_stride),
+                     element * fresh.key_token_stride, to - from, key_bytes);
     paged::copy_rows(
-        blocks.keys + element * (id * blocks.key_block_stride + h * blocks.key_head_stride + slot * blocks.key_token_stride),
-        element * blocks.key_token_stride,
-        fresh.keys + element * (b * fresh.key_batch_stride + h * fresh.key_head_stride + token * fresh.key_token_stride),
-        element * fresh.key_token_stride, to - from, key_bytes);
-    paged::copy_rows(
-        blocks.values + element * (id * blocks.value_block_stride + h * blocks.value_head_stride + slot * blocks.value_token_stride),
+        blocks.values + element * (id * blocks.value_block_stride + h * blocks.value_head_stride +
+                                   slot * blocks.value_token_stride),
         element * blocks.value_token_stride,
-        fresh.values + element * (b * fresh.value_batch_stride + h * fresh.value_head_stride + token * fresh.value_token_stride),
+        fresh.values + element * (b * fresh.value_batch_stride + h * fresh.value_head_stride +
+                                  token * fresh.value_token_stride),
         element * fresh.value_token_stride, to - from, value_bytes);
   }
   return status.load();
 }
 
-// Copies blocks source[i] to target[i] of a pool whose blocks are `block_bytes` long. No target is also a source.
+// Copies blocks source[i] to target[i] of a pool whose blocks are `block_bytes` long. No target is also a
+// source.
 extern "C" __attribute__((visibility("default"))) void paged_copy_blocks(char* pool, std::int64_t block_bytes,
                                                                          const std::int64_t* source,
-                                                                         const std::int64_t* target, std::int64_t count,
+                                                                         const std::int64_t* target,
+                                                                         std::int64_t count,
                                                                          std::int64_t threads) {
   [[maybe_unused]] const bool parallel = threads > 1 && count * block_bytes >= paged::kParallelBytes;
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (parallel)
   for (std::int64_t i = 0; i < count; ++i) {
-    std::memcpy(pool + target[i] * block_bytes, pool + source[i] * block_bytes, static_cast<std::size_t>(block_bytes));
+    std::memcpy(pool + target[i] * block_bytes, pool + source[i] * block_bytes,
+                static_cast<std::size_t>(block_bytes));
   }
 }

@@ -47,7 +47,8 @@ void count_seen(const typename Mask::Element* mask, std::int64_t stride, int tok
   count.unchanged += unchanged;
 }
 
-// Adds the mask to scores. A hidden token's score may be NaN (its key is anything), so it is replaced, not added to.
+// Adds the mask to scores. A hidden token's score may be NaN (its key is anything), so it is replaced, not
+// added to.
 template <class Mask>
 bool mask_scores(const typename Mask::Element* mask, std::int64_t stride, int tokens, float* scores) {
   int hidden = 0;
@@ -68,41 +69,47 @@ bool mask_scores(const typename Mask::Element* mask, std::int64_t stride, int to
 template <class F>
 auto with_mask_type(std::int64_t type, F f) {
   switch (type) {
-    case kFloat32Mask: return f(FloatMask<Float32>());
-    case kBFloat16Mask: return f(FloatMask<BFloat16>());
-    case kFloat16Mask: return f(FloatMask<Float16>());
-    default: return f(BoolMask());
+    case kFloat32Mask:
+      return f(FloatMask<Float32>());
+    case kBFloat16Mask:
+      return f(FloatMask<BFloat16>());
+    case kFloat16Mask:
+      return f(FloatMask<Float16>());
+    default:
+      return f(BoolMask());
   }
 }
 
-// What row `b` of the batch, all its heads and queries together, sees of tokens [first, first + tokens), which are
-// counted from the start of the mask.
+// What row `b` of the batch, all its heads and queries together, sees of tokens [first, first + tokens),
+// which are counted from the start of the mask.
 inline Seen seen_by_row(const Call& call, std::int64_t b, std::int64_t first, int tokens) {
   if (call.mask_type == kNoMask) return Seen::kAll;
   const std::int64_t heads = call.mask_head_stride == 0 ? 1 : call.q_heads;
   const std::int64_t queries = call.mask_query_stride == 0 ? 1 : call.q_tokens;
   return with_mask_type(call.mask_type, [&](auto mask_type) {
     using Mask = decltype(mask_type);
-    const auto* mask = reinterpret_cast<const typename Mask::Element*>(call.mask) + b * call.mask_batch_stride +
-                       first * call.mask_token_stride;
+    const auto* mask = reinterpret_cast<const typename Mask::Element*>(call.mask) +
+                       b * call.mask_batch_stride + first * call.mask_token_stride;
     SeenCount count;
     for (std::int64_t h = 0; h < heads; ++h) {
       for (std::int64_t i = 0; i < queries; ++i) {
-        count_seen<Mask>(mask + h * call.mask_head_stride + i * call.mask_query_stride, call.mask_token_stride, tokens,
-                         count);
+        count_seen<Mask>(mask + h * call.mask_head_stride + i * call.mask_query_stride,
+                         call.mask_token_stride, tokens, count);
       }
     }
     return count.verdict();
   });
 }
 
-// Applies the mask of one query to the scores of tokens [first, first + tokens). Returns whether any token is hidden.
-inline bool mask_query(const Call& call, std::int64_t b, std::int64_t head, std::int64_t query, std::int64_t first,
-                       int tokens, float* scores) {
+// Applies the mask of one query to the scores of tokens [first, first + tokens). Returns whether any token is
+// hidden.
+inline bool mask_query(const Call& call, std::int64_t b, std::int64_t head, std::int64_t query,
+                       std::int64_t first, int tokens, float* scores) {
   return with_mask_type(call.mask_type, [&](auto mask_type) {
     using Mask = decltype(mask_type);
-    const auto* mask = reinterpret_cast<const typename Mask::Element*>(call.mask) + b * call.mask_batch_stride +
-                       head * call.mask_head_stride + query * call.mask_query_stride + first * call.mask_token_stride;
+    const auto* mask = reinterpret_cast<const typename Mask::Element*>(call.mask) +
+                       b * call.mask_batch_stride + head * call.mask_head_stride +
+                       query * call.mask_query_stride + first * call.mask_token_stride;
     return mask_scores<Mask>(mask, call.mask_token_stride, tokens, scores);
   });
 }

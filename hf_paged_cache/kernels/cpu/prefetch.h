@@ -7,8 +7,8 @@ namespace paged {
 
 constexpr int kLineBytes = 64;
 
-// Asks for the cache lines of `bytes` bytes at `p`, the `piece`-th such piece of a row. Pieces smaller than a line ask
-// once a line. Prefetching never faults, so `p` may point anywhere.
+// Asks for the cache lines of `bytes` bytes at `p`, the `piece`-th such piece of a row. Pieces smaller than a
+// line ask once a line. Prefetching never faults, so `p` may point anywhere.
 inline void prefetch_piece(const void* p, int bytes, int piece) {
   if (bytes < kLineBytes && (piece * bytes) % kLineBytes != 0) return;
   for (int offset = 0; offset < bytes; offset += kLineBytes) {

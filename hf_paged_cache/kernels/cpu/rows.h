@@ -1,8 +1,9 @@
-// Rows of K, V, queries and outputs in memory, one struct for each element type, read and written as pairs of vectors.
+// Rows of K, V, queries and outputs in memory, one struct for each element type, read and written as pairs of
+// vectors.
 //
-// A pair holds kPair consecutive elements in the type's *lane order*, which is free to differ from memory order: sums
-// over head_dim do not care, and `store` puts outputs back. bfloat16 keeps even elements in the first vector and odd
-// ones in the second, which costs one shift and one mask for 2 * kLanes elements.
+// A pair holds kPair consecutive elements in the type's *lane order*, which is free to differ from memory
+// order: sums over head_dim do not care, and `store` puts outputs back. bfloat16 keeps even elements in the
+// first vector and odd ones in the second, which costs one shift and one mask for 2 * kLanes elements.
 #pragma once
 
 #include "simd.h"
@@ -157,9 +158,12 @@ struct Float16 {
 template <class F>
 auto with_element_type(std::int64_t type, F f) {
   switch (type) {
-    case kBFloat16: return f(BFloat16());
-    case kFloat16: return f(Float16());
-    default: return f(Float32());
+    case kBFloat16:
+      return f(BFloat16());
+    case kFloat16:
+      return f(Float16());
+    default:
+      return f(Float32());
   }
 }
 

@@ -29,7 +29,8 @@ struct DotOf {
 };
 
 #if defined(__AVX512BF16__)
-// vdpbf16ps multiplies pairs of bfloat16 exactly and adds in float: no widening, and the query stays as it came.
+// vdpbf16ps multiplies pairs of bfloat16 exactly and adds in float: no widening, and the query stays as it
+// came.
 struct BFloat16Dot {
   using Element = BFloat16::Element;
   using Keys = __m512i;
@@ -63,16 +64,16 @@ template <class Row>
 void prepare_query(const typename Row::Element* row, int dim, float* prepared) {
   using Dot = typename DotOf<Row>::type;
   const int pairs = dim / kPair;
-  for (int c = 0; c < pairs; ++c) Dot::store_query(prepared + c * Dot::kQueryFloats, Dot::load_keys(row + c * kPair));
+  for (int c = 0; c < pairs; ++c)
+    Dot::store_query(prepared + c * Dot::kQueryFloats, Dot::load_keys(row + c * kPair));
   if (dim % kPair != 0) {
-    Dot::store_query(prepared + pairs * Dot::kQueryFloats, Dot::load_first_keys(row + pairs * kPair, dim % kPair));
+    Dot::store_query(prepared + pairs * Dot::kQueryFloats,
+                     Dot::load_first_keys(row + pairs * kPair, dim % kPair));
   }
 }
 
 // Tokens whose dot products are taken together: as many accumulators as fit beside the operands in registers.
-constexpr int tokens_together(int queries) {
-  return queries == 3 ? 4 : (kLanes == 16 ? 16 : 8) / queries;
-}
+constexpr int tokens_together(int queries) { return queries == 3 ? 4 : (kLanes == 16 ? 16 : 8) / queries; }
 
 constexpr int kScoreSlack = 16;  // floats past the last token that `score_tile` may overwrite
 
@@ -93,24 +94,31 @@ void score_tile(const float* queries, std::int64_t query_stride, const typename 
     // Past the last token the last key is read again: its scores land in the slack.
     for (int j = 0; j < T; ++j) key[j] = keys + key_stride * (t + j < tokens ? t + j : tokens - 1);
     Vec acc[R * T];
-    PAGED_UNROLL for (int i = 0; i < R * T; ++i) acc[i] = Vec{};
+    PAGED_UNROLL
+    for (int i = 0; i < R * T; ++i) acc[i] = Vec{};
     for (int c = 0; c < pairs; ++c) {
       decltype(Dot::load_query(queries)) query[R];
-      PAGED_UNROLL for (int r = 0; r < R; ++r) {
+      PAGED_UNROLL
+      for (int r = 0; r < R; ++r) {
         query[r] = Dot::load_query(queries + r * query_stride + c * Dot::kQueryFloats);
       }
-      PAGED_UNROLL for (int j = 0; j < T; ++j) {
+      PAGED_UNROLL
+      for (int j = 0; j < T; ++j) {
         const auto k = Dot::load_keys(key[j] + c * kPair);
         prefetch_piece(moved(key[j] + c * kPair, prefetch_bytes), kPieceBytes, c);
-        PAGED_UNROLL for (int r = 0; r < R; ++r) Dot::accumulate(acc[r * T + j], query[r], k);
+        PAGED_UNROLL
+        for (int r = 0; r < R; ++r) Dot::accumulate(acc[r * T + j], query[r], k);
       }
     }
     if (rest != 0) {
-      PAGED_UNROLL for (int j = 0; j < T; ++j) {
+      PAGED_UNROLL
+      for (int j = 0; j < T; ++j) {
         const auto k = Dot::load_first_keys(key[j] + pairs * kPair, rest);
         prefetch_piece(moved(key[j] + pairs * kPair, prefetch_bytes), kPieceBytes, pairs);
-        PAGED_UNROLL for (int r = 0; r < R; ++r) {
-          Dot::accumulate(acc[r * T + j], Dot::load_query(queries + r * query_stride + pairs * Dot::kQueryFloats), k);
+        PAGED_UNROLL
+        for (int r = 0; r < R; ++r) {
+          Dot::accumulate(acc[r * T + j],
+                          Dot::load_query(queries + r * query_stride + pairs * Dot::kQueryFloats), k);
         }
       }
     }

@@ -19,8 +19,8 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { release(); }
 
-  // At least `bytes` bytes, aligned to a cache line, contents undefined; null when memory is short. Valid until the
-  // next call. Grows by half at least, so that a growing context does not reallocate at every step.
+  // At least `bytes` bytes, aligned to a cache line, contents undefined; null when memory is short. Valid
+  // until the next call. Grows by half at least, so that a growing context does not reallocate at every step.
   char* reserve(std::int64_t bytes) {
     if (bytes > bytes_) {
       const std::int64_t wanted = ((bytes > bytes_ * 3 / 2 ? bytes : bytes_ * 3 / 2) + 63) / 64 * 64;

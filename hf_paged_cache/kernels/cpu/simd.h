@@ -1,7 +1,7 @@
 // Vectors of floats: the widest the instruction set offers, and the few operations the kernels need.
 //
-// Arithmetic uses the compiler's vector types, so one source serves every instruction set; intrinsics appear only
-// where they do what the vector types cannot say (masked loads, half precision, the transposing sums).
+// Arithmetic uses the compiler's vector types, so one source serves every instruction set; intrinsics appear
+// only where they do what the vector types cannot say (masked loads, half precision, the transposing sums).
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,8 @@
 #include <immintrin.h>
 #endif
 
-// Before loops over registers: unrolled early, arrays of vectors become registers; left to itself GCC spills them.
+// Before loops over registers: unrolled early, arrays of vectors become registers; left to itself GCC spills
+// them.
 #define PAGED_UNROLL _Pragma("GCC unroll 32")
 
 namespace paged {
@@ -84,8 +85,9 @@ inline Vec softcap(Vec x, float cap) {
   return cap * (y < Vec{} ? -tanh : tanh);
 }
 
-// Stores the sums of N vectors: out[i] = sum of acc[i]. Adding while transposing costs about two instructions a vector,
-// against a dozen for summing each on its own. N is a multiple of 4; `out` has room for N rounded up to kLanes.
+// Stores the sums of N vectors: out[i] = sum of acc[i]. Adding while transposing costs about two instructions
+// a vector, against a dozen for summing each on its own. N is a multiple of 4; `out` has room for N rounded
+// up to kLanes.
 #if defined(__AVX512F__)
 
 inline __m512 sum_quads(const Vec* acc) {  // in each 128-bit part: partial sums of acc[0..3]

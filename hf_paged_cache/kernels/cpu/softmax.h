@@ -11,11 +11,12 @@ struct Softmax {
   float total = 0.0f;      // sum of exp(score - top)
 };
 
-// What scores are measured from. Where every score is -inf any finite number does: all weights are then 0, not NaN.
+// What scores are measured from. Where every score is -inf any finite number does: all weights are then 0,
+// not NaN.
 inline float base_of(float top) { return top == -kInfinity ? 0.0f : top; }
 
-// Replaces `count` scores (a multiple of kLanes) by exp(score - new top). Returns the factor that brings sums taken
-// before this step to the new top.
+// Replaces `count` scores (a multiple of kLanes) by exp(score - new top). Returns the factor that brings sums
+// taken before this step to the new top.
 inline float soften(float* scores, int count, Softmax& state) {
   Vec best = splat(state.top);
   for (int t = 0; t < count; t += kLanes) best = maximum(best, load(scores + t));

@@ -25,7 +25,8 @@ struct Tile {
 };
 
 // Consecutive query rows of one kv head. Row `first + r` is query token (first + r) / group of query head
-// kv_head * group + (first + r) % group: heads of one token are neighbours, so that they share a causal limit.
+// kv_head * group + (first + r) % group: heads of one token are neighbours, so that they share a causal
+// limit.
 struct Rows {
   std::int64_t batch_row, kv_head, first;
   const float* queries;
@@ -44,8 +45,9 @@ class TileAttention {
     const std::int64_t sums_stride = round_up(blocks_.v_head_dim, kPair);
     const int value_dim = static_cast<int>(blocks_.v_head_dim);
     const int padded = static_cast<int>(round_up(tile.tokens, kLanes));
-    score_tile<Row, R>(rows.queries, prepared_query_floats<Row>(blocks_.head_dim), tile.keys, blocks_.key_token_stride,
-                       tile.tokens, static_cast<int>(blocks_.head_dim), scores, kScoreStride, tile.key_prefetch_bytes);
+    score_tile<Row, R>(rows.queries, prepared_query_floats<Row>(blocks_.head_dim), tile.keys,
+                       blocks_.key_token_stride, tile.tokens, static_cast<int>(blocks_.head_dim), scores,
+                       kScoreStride, tile.key_prefetch_bytes);
     bool hidden = false;
     for (int r = 0; r < R; ++r) {
       float* row = scores + r * kScoreStride;
@@ -56,8 +58,8 @@ class TileAttention {
       if (factor != 1.0f) rescale(rows.sums + r * sums_stride, sums_stride, factor);
     }
     if (!hidden) {
-      add_values<Row, R>(scores, kScoreStride, tile.values, blocks_.value_token_stride, tile.tokens, value_dim,
-                         rows.sums, sums_stride, tile.value_prefetch_bytes);
+      add_values<Row, R>(scores, kScoreStride, tile.values, blocks_.value_token_stride, tile.tokens,
+                         value_dim, rows.sums, sums_stride, tile.value_prefetch_bytes);
     } else {
       add_seen_values<Row, R>(scores, tile, value_dim, rows.sums, sums_stride);
     }
@@ -73,7 +75,8 @@ class TileAttention {
     }
   }
 
-  // Hides what row r of `rows` must not see by causality, window and mask. Returns whether anything is hidden.
+  // Hides what row r of `rows` must not see by causality, window and mask. Returns whether anything is
+  // hidden.
   bool hide(std::int64_t first, int tokens, bool masked, const Rows& rows, int r, float* scores) const {
     const std::int64_t row = rows.first + r;
     const std::int64_t query = row / group_;
@@ -98,8 +101,8 @@ class TileAttention {
     for (std::int64_t i = 0; i < count; i += kLanes) store(sums + i, load(sums + i) * factor);
   }
 
-  // Adds the values of each token only to the rows that see it: 0 * NaN would carry a hidden token's garbage into the
-  // sum. Goes by runs of tokens that the same rows see.
+  // Adds the values of each token only to the rows that see it: 0 * NaN would carry a hidden token's garbage
+  // into the sum. Goes by runs of tokens that the same rows see.
   template <class Row, int R>
   void add_seen_values(const float* weights, const Tile<Row>& tile, int dim, float* sums,
                        std::int64_t sums_stride) const {
@@ -120,8 +123,8 @@ class TileAttention {
       }
       for (int r = 0; r < R; ++r) {
         if ((rows >> r & 1u) == 0) continue;
-        add_values<Row, 1>(weights + r * kScoreStride + t, kScoreStride, values, blocks_.value_token_stride, stop - t,
-                           dim, sums + r * sums_stride, sums_stride, tile.value_prefetch_bytes);
+        add_values<Row, 1>(weights + r * kScoreStride + t, kScoreStride, values, blocks_.value_token_stride,
+                           stop - t, dim, sums + r * sums_stride, sums_stride, tile.value_prefetch_bytes);
       }
     }
   }
