@@ -20,6 +20,7 @@ import torch
 
 from . import compat, masks
 from .errors import CacheMismatchError, PagedCacheError
+from .group import Owner
 from .kernels import dispatch
 from .kernels.prefill import attend_with_history
 from .kernels.problem import Attention
@@ -34,7 +35,9 @@ MAX_DECODE_TOKENS = 16
 """Up to so many queries per row go to the decode kernel, more to the prefill over history."""
 
 _FALLBACKS = ("sdpa", "eager")
-_TRUSTED: dict[tuple[Any, ...], bool] = {}
+_TRUSTED: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], bool]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def activate(config_or_model: object) -> bool:
@@ -144,39 +147,53 @@ def _attend(
         )
     if not _is_servable(implementation, query, stored, mask, kwargs):
         return None
-    if implementation != "eager":
-        return _paged(module, query, stored, mask, kwargs)
-    # A model's eager function is its own; whether the kernel computes the same is seen by trying it once.
-    case = (type(module), tuple(sorted(name for name, value in kwargs.items() if value is not None)))
-    if case not in _TRUSTED:
-        _TRUSTED[case] = _agrees(module, query, stored, mask, kwargs)
-    return _paged(module, query, stored, mask, kwargs) if _TRUSTED[case] else None
+    if implementation == "eager" and not _is_trusted(module, query, stored, mask, kwargs):
+        return None
+    return _paged(implementation, module, query, stored, mask, kwargs)
+
+
+def _is_trusted(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    stored: StoredKV,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether the kernel may stand in for a module's eager function, seen by trying it once."""
+    names = tuple(sorted(name for name, value in kwargs.items() if value is not None))
+    case = (names, query.dtype, type(mask), None if mask is None else mask.dtype)
+    verdicts = _TRUSTED.setdefault(module, {})
+    if case not in verdicts:
+        verdicts[case] = _agrees(module, query, stored, mask, kwargs)
+    return verdicts[case]
 
 
 def _check_owner(module: torch.nn.Module, stored: StoredKV) -> None:
     """K and V belong to the weights that made them: another model's attention would read them as its own."""
     if getattr(module, "layer_idx", None) != stored.layer_idx:
         return  # a layer that shares the K and V of another
-    known = stored.group.owners.get(stored.layer_idx)
-    owner = known() if known is not None else None
-    if owner is module:
+    owner = stored.group.owners.get(stored.layer_idx)
+    if owner is not None and owner.module() is module:
         return
-    if owner is not None and not _same_weights(owner, module):
+    fingerprint = _fingerprint(module)
+    if owner is not None and owner.fingerprint != fingerprint:
         stored.state.abort_step()
         raise CacheMismatchError(
             f"layer {stored.layer_idx}: the {stored.history_end} cached tokens per row were computed by "
             "another model (or by other weights of this one); make a new PagedCache for this model, or "
             "`cache.reset()`"
         )
-    stored.group.owners[stored.layer_idx] = weakref.ref(module)
+    stored.group.owners[stored.layer_idx] = Owner(weakref.ref(module), fingerprint)
 
 
-def _same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Whether two modules start with equal parameters: replicas and copies do, other models do not."""
-    a, b = next(one.parameters(), None), next(other.parameters(), None)
-    if a is None or b is None or a is b:
-        return a is b
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b.to(a.device)))
+def _fingerprint(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Shapes and a few values of a module's parameters: equal for copies, not for other weights."""
+    found: list[Any] = []
+    for name, parameter in module.named_parameters():
+        count = parameter.numel()
+        sample = [] if parameter.is_meta else parameter.detach().reshape(-1)[:: max(1, count // 16)].tolist()
+        found.append((name, tuple(parameter.shape), tuple(sample)))
+    return tuple(found)
 
 
 def _is_servable(
@@ -192,7 +209,8 @@ def _is_servable(
         isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[3] == stored.end - stored.start
     ):
         return False
-    if torch.is_grad_enabled() and query.requires_grad:
+    inputs = (query, stored.fresh_keys, stored.fresh_values, kwargs.get("s_aux"), kwargs.get("position_bias"))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return False  # the kernels have no backward
     if implementation == "eager" and kwargs.get("output_attentions"):
         return False  # only the host's function returns the weights
@@ -201,6 +219,7 @@ def _is_servable(
 
 
 def _paged(
+    implementation: str,
     module: torch.nn.Module,
     query: torch.Tensor,
     stored: StoredKV,
@@ -211,7 +230,7 @@ def _paged(
     q_tokens = query.shape[2]
     scale = kwargs.get("scaling")
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    mask, causal = _pattern(module, q_tokens, mask, kwargs)
+    mask, causal = _pattern(implementation, module, q_tokens, mask, kwargs)
     softcap = kwargs.get("softcap")
     sinks = kwargs.get("s_aux")
     fresh_keys, fresh_values = stored.fresh_keys, stored.fresh_values
@@ -239,14 +258,19 @@ def _paged(
 
 
 def _pattern(
-    module: torch.nn.Module, q_tokens: int, mask: torch.Tensor | None, kwargs: dict[str, Any]
+    implementation: str,
+    module: torch.nn.Module,
+    q_tokens: int,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor | None, bool]:
     """The mask for the kernel, and whether causality comes on top of it."""
     causal = False
     if type(mask) is LazyMask:
         padding = mask.padding
         mask, causal = None if padding is None else padding[:, None, None, :], q_tokens > 1
-    elif mask is None:
+    elif mask is None and implementation == "sdpa":
+        # Eager functions mask nothing that they are not told to.
         is_causal = kwargs.get("is_causal")
         causal = q_tokens > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     bias = kwargs.get("position_bias")
@@ -267,7 +291,7 @@ def _agrees(
     """Whether the kernel and the model's own eager function give the same on this call."""
     keys, values = stored.views()
     want, _ = _host_attention("eager", module, query, keys, values, mask, kwargs)
-    got = _paged(module, query, stored, mask, kwargs)
+    got = _paged("eager", module, query, stored, mask, kwargs)
     if type(mask) is LazyMask and mask.padding is not None:
         # Queries that are padding themselves have nothing to attend, and any answer will do.
         real = mask.padding[:, -query.shape[2] :]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from . import compat
 from .attention import activate
@@ -80,6 +80,7 @@ class PagedCache(DynamicCache):
         self._state = CacheState(settings, paged, compat.max_positions(config))
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
+        self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
         activate(config_or_model)
 
     def _make_layer(self, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
@@ -134,9 +135,10 @@ class PagedCache(DynamicCache):
             PagedCacheError: A window layer no longer holds what the shorter length needs.
         """
         count = compat.tokens_to_remove(tokens_to_remove, self._state.step_end)
-        self._state.crop(count)
+        self._state.check_crop(count)
         for layer in self._host_layers():
             layer.crop(-count)
+        self._state.crop(count)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
@@ -155,6 +157,11 @@ class PagedCache(DynamicCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
         chosen = torch.as_tensor(indices)
+        if chosen.dtype == torch.bool and self._state.batch not in (0, chosen.numel()):
+            raise PagedCacheError(
+                f"a boolean mask of rows must have one entry for each of the {self._state.batch} rows, got "
+                f"{chosen.numel()}"
+            )
         chosen = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
         self._state.reorder([int(row) for row in chosen.tolist()])
         for layer in self._host_layers():
@@ -163,6 +170,8 @@ class PagedCache(DynamicCache):
     def reset(self) -> None:
         """Forget everything; pools stay allocated, and the next batch may have another size."""
         self._state.reset()
+        self._state.record_past = False
+        self._state.broken = False
         for layer in self._host_layers():
             layer.reset()
 

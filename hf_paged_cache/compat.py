@@ -207,8 +207,10 @@ def is_plain_causal(mask_function: object) -> bool:
 @cache
 def _eager_function(module_class: type) -> Callable[..., Any]:
     """Eager attention is no registered name: every modeling file has its own."""
-    for base in module_class.__mro__:
-        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+    forward: Any = module_class.forward  # type: ignore[attr-defined]  # every torch module has one
+    files = [forward.__module__, *(base.__module__ for base in module_class.__mro__)]
+    for file in files:
+        function = getattr(sys.modules.get(file), "eager_attention_forward", None)
         if function is not None:
             return function  # type: ignore[no-any-return]  # the host is untyped
     raise CacheMismatchError(

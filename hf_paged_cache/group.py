@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +17,19 @@ from .kv_pool import KVPool, PoolShape
 from .spec import LayerSpec
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The attention module that was seen to use a layer's K and V.
+
+    Attributes:
+        module: The module, if it still lives.
+        fingerprint: What tells its weights from others.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    fingerprint: tuple[Any, ...]
+
+
 class LayerGroup:
     """The layers of one cache that keep the same tokens (all, or those of one window).
 
@@ -22,8 +38,8 @@ class LayerGroup:
     devices) has several pools under the same ids.
 
     Args:
-        window: See below.
-        specs: See below.
+        window: Tokens a query sees, or None for all.
+        specs: Layer index -> what the config says of that layer.
         num_blocks: Blocks of each pool.
         block_size: Tokens per block.
         row_blocks: Blocks of the longest row that is expected; tables are made that wide.
@@ -33,7 +49,7 @@ class LayerGroup:
         specs: Layer index -> what the config says of that layer.
         manager: Which block belongs to which row; integers only.
         pools: The tensors, made when the first layer that needs them is written.
-        owners: Layer index -> the attention module that was seen to use that layer's K and V.
+        owners: Layer index -> whose weights computed that layer's K and V.
     """
 
     def __init__(
@@ -50,7 +66,7 @@ class LayerGroup:
         self.manager = BlockManager(num_blocks, block_size, window=window)
         self.pools: list[KVPool] = []
         self._row_blocks = row_blocks
-        self.owners: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self.owners: dict[int, Owner] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
 
@@ -110,13 +126,33 @@ class LayerGroup:
         self.sync_tables()
 
     def grow(self, num_blocks: int) -> None:
-        """Enlarge every pool to `num_blocks`; ids and contents stay."""
+        """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none."""
+        used = self._used_blocks()
+        larger = [pool.copy(num_blocks, used) for pool in self.pools]
         self.manager.pool.grow(num_blocks - self.num_blocks)
-        used = sorted({block_id for table in self.manager.tables for block_id in table.stored_ids()})
-        for pool in self.pools:
-            pool.grow(num_blocks, used)
+        for pool, copied in zip(self.pools, larger, strict=True):
+            pool.keys, pool.values = copied.keys, copied.values
         for pool, slot, blocks in self._layers.values():
             blocks.keys, blocks.values, blocks.native = pool.keys[:, slot], pool.values[:, slot], None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
+        """A copy with pools of its own, into which only the blocks in use are written."""
+        twin = LayerGroup.__new__(LayerGroup)
+        memo[id(self)] = twin
+        vars(twin).update(vars(self))
+        used = self._used_blocks()
+        twin.manager = copy.deepcopy(self.manager, memo)
+        twin.owners = dict(self.owners)
+        twin._tables = {device: table.clone() for device, table in self._tables.items()}
+        pools = {id(pool): pool.copy(self.num_blocks, used) for pool in self.pools}
+        twin.pools = list(pools.values())
+        twin._layers = {}
+        for index, (pool, slot, blocks) in self._layers.items():
+            mine = pools[id(pool)]
+            table = twin._tables[pool.shape.device]
+            copied = memo[id(blocks)] = LayerBlocks(mine.keys[:, slot], mine.values[:, slot], table)
+            twin._layers[index] = (mine, slot, copied)
+        return twin
 
     def has_gap(self, start: int) -> bool:
         """Whether a token from `start` on is not stored, as of a prompt longer than the window."""
@@ -131,6 +167,9 @@ class LayerGroup:
                 table = self._new_table(device, rows)
                 from_column = 0
             _write_rows(table, rows, from_column)
+
+    def _used_blocks(self) -> list[int]:
+        return sorted({block_id for table in self.manager.tables for block_id in table.stored_ids()})
 
     def _expected_layers(self, layer_idx: int) -> int:
         hint = self.specs[layer_idx]

@@ -81,18 +81,21 @@ class KVPool:
         dispatch.copy_blocks(self.keys, src, dst)
         dispatch.copy_blocks(self.values, src, dst)
 
-    def grow(self, num_blocks: int, used: list[int]) -> None:
-        """Move to tensors of `num_blocks` blocks.
+    def copy(self, num_blocks: int, used: list[int]) -> KVPool:
+        """Another pool for the same layers.
 
         Args:
-            num_blocks: Blocks from now on.
-            used: Ids whose content moves along. The others are not touched, so that they stay free of charge.
+            num_blocks: Its blocks.
+            used: Ids whose content is copied. The others are not touched, so that they stay free of charge.
         """
-        keys, values = self._allocate(num_blocks)
+        twin = KVPool(
+            self.shape, num_blocks=num_blocks, num_layers=self._num_layers, block_size=self._block_size
+        )
+        twin._claimed = self._claimed
         for block_id in used:
-            keys[block_id] = self.keys[block_id]
-            values[block_id] = self.values[block_id]
-        self.keys, self.values = keys, values
+            twin.keys[block_id] = self.keys[block_id]
+            twin.values[block_id] = self.values[block_id]
+        return twin
 
     def _allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self.shape

@@ -67,7 +67,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         blocks = self._blocks
         if blocks is None:
             blocks = self._claim(key_states, value_states)
-        dispatch.write(blocks, key_states, value_states, start)
+        # What is stored is a constant; a backend in torch would otherwise make the pool part of the graph.
+        dispatch.write(blocks, key_states.detach(), value_states.detach(), start)
         state.written(self.layer_idx)
         stored = StoredKV(
             state,
@@ -88,6 +89,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "tokens per row, and the prompt has no more than that; pass a longer prompt, "
                 "`cache.crop(...)` what differs, or `cache.reset()`"
             )
+        if self._state.has_host_states:
+            self._state.check_room(query_length)
         tokens = self.get_seq_length()
         first = self._first_visible(tokens)
         return PagedLength(tokens - first + query_length), first

@@ -40,10 +40,13 @@ def _cgroup_headroom_bytes() -> int:
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()
-        used = (root / "memory.current").read_text().strip()
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
     except OSError:
         return sys.maxsize
-    return sys.maxsize if limit == "max" else max(0, int(limit) - int(used))
+    # Files that were read stay cached until somebody needs the memory, and count as used.
+    used -= int(stat.get("inactive_file", 0))
+    return sys.maxsize if limit == "max" else max(0, int(limit) - used)
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:

@@ -37,6 +37,8 @@ class CacheState:
         step_start: Tokens stored before the step in progress (or the last one).
         step_end: Tokens stored when that step is complete.
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
+        has_host_states: Other layers of the cache keep recurrent states, which cannot be taken back.
+        broken: A forward failed after such a state had moved on; only a reset helps.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class CacheState:
         self.step_start = 0
         self.step_end = 0
         self.record_past = False
+        self.has_host_states = False
+        self.broken = False
         self._specs = specs
         self._max_positions = max_positions or _DEFAULT_CAPACITY_TOKENS
         self._last_written: int | None = None
@@ -72,6 +76,11 @@ class CacheState:
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
         """
         start, new_tokens = self.tokens[layer_idx], key_states.shape[2]
+        if self.broken:
+            raise CacheMismatchError(
+                "a forward failed after layers with a recurrent state had moved on, and those cannot be "
+                "taken back; call `cache.reset()` and start from the prompt"
+            )
         if new_tokens == 0:
             raise CacheMismatchError(
                 f"layer {layer_idx}: no new tokens. The cache already holds {start} tokens per row, and the "
@@ -84,10 +93,16 @@ class CacheState:
         try:
             self._reserve(start, new_tokens)
         except PoolExhausted:
+            self.broken = self.has_host_states
             if not start:
                 self.reset()
             raise
         self.step_start, self.step_end = start, start + new_tokens
+
+    def check_room(self, new_tokens: int) -> None:
+        """Raise PoolExhausted if a forward of so many tokens would, before any layer has run."""
+        for group in self.groups if self.batch else ():
+            self._make_room(group, self.step_end, new_tokens)
 
     def written(self, layer_idx: int) -> None:
         """Note that a layer holds the tokens of this step."""
@@ -101,6 +116,7 @@ class CacheState:
     def abort_step(self) -> None:
         """Take back the step in progress, in every layer."""
         if self.step_end > self.step_start:
+            self.broken = self.has_host_states
             self._crop_to(self.step_start)
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
@@ -120,6 +136,18 @@ class CacheState:
             for group in self.groups:
                 if group.manager.release_outside_window():
                     group.sync_tables()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise; changes nothing."""
+        num_tokens = self.step_end - tokens_to_remove
+        try:
+            for group in self.groups if num_tokens > 0 else ():
+                group.manager.check_crop(num_tokens)
+        except ValueError as error:
+            raise PagedCacheError(
+                f"cannot crop to {num_tokens} tokens: {error}. Call `cache.activate_past_recording()` before "
+                "the forwards that may be rolled back"
+            ) from error
 
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference; their number may change."""
@@ -174,10 +202,13 @@ class CacheState:
             )
         if not start:
             return
-        behind = [index for index, count in self.tokens.items() if count != start]
-        unfinished = [index for index in behind if self.tokens[index]]
-        if unfinished or (behind and self._last_written == layer_idx):
-            first = (unfinished or behind)[0]
+        # Layers that a model never writes hold nothing; layers after the last one written were not reached.
+        last = -1 if self._last_written is None else self._last_written
+        behind = [
+            index for index, count in self.tokens.items() if count != start and (count or index > last >= 0)
+        ]
+        if behind:
+            first = behind[0]
             held = self.tokens[first]
             self.abort_step()
             raise CacheMismatchError(
@@ -217,10 +248,7 @@ class CacheState:
     ) -> dict[int | None, int]:
         """Blocks of each group: as asked for, or the model's length for every row, cut to the memory."""
         size = self.config.block_size
-        if self.config.max_tokens is not None:
-            full = -(-self.config.max_tokens // size)
-        else:
-            full = batch * -(-self._max_positions // size)
+        full = self._full_blocks(batch)
         wanted = {
             window: full if window is None else min(full, batch * self._window_blocks(window, new_tokens))
             for window in dict.fromkeys(spec.window for spec in self._specs.values())
@@ -232,11 +260,17 @@ class CacheState:
         )
         layers = {window: sum(spec.window == window for spec in self._specs.values()) for window in wanted}
         wanted_bytes = sum(blocks * layers[window] * size * per_token for window, blocks in wanted.items())
-        held_bytes = sum(group.pool_bytes for group in self.groups)
-        budget = self.config.gpu_memory_utilization * (free_memory_bytes(key_states.device) + held_bytes)
+        budget = self.config.gpu_memory_utilization * free_memory_bytes(key_states.device)
         if wanted_bytes <= budget:
             return wanted
         return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}
+
+    def _full_blocks(self, batch: int) -> int:
+        """Blocks that hold the capacity however its tokens are spread over the rows."""
+        size = self.config.block_size
+        if self.config.max_tokens is None:
+            return batch * -(-self._max_positions // size)
+        return (self.config.max_tokens + batch * (size - 1)) // size
 
     def _ceiling_blocks(self, group: LayerGroup) -> int:
         """Blocks that a group may have: what full rows take, cut to the memory.
@@ -244,11 +278,9 @@ class CacheState:
         A pool is sized for the rows it starts with. Rows that were repeated, and windows that are kept for a
         roll-back, can want more than that, up to what was asked for.
         """
-        if self.config.max_tokens is not None:
-            return -(-self.config.max_tokens // self.config.block_size)
-        full = self.batch * -(-self._max_positions // self.config.block_size)
+        full = self._full_blocks(self.batch)
         block_bytes = sum(pool.bytes_per_block for pool in group.pools)
-        if not block_bytes:
+        if self.config.max_tokens is not None or not block_bytes:
             return full
         budget = self.config.gpu_memory_utilization * free_memory_bytes(group.pools[0].shape.device)
         return min(full, int(budget / block_bytes))
@@ -295,14 +327,7 @@ class CacheState:
         if not num_tokens:
             self.reset()
             return
-        try:
-            for group in self.groups:
-                group.manager.check_crop(num_tokens)
-        except ValueError as error:
-            raise PagedCacheError(
-                f"cannot crop to {num_tokens} tokens: {error}. Call `cache.activate_past_recording()` before "
-                "the forwards that may be rolled back"
-            ) from error
+        self.check_crop(self.step_end - num_tokens)
         for group in self.groups:
             group.manager.crop(num_tokens)
         self.tokens = {index: min(count, num_tokens) for index, count in self.tokens.items()}

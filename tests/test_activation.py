@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import (
 
 from hf_paged_cache import PagedCache, PagedCacheError, disable, enable, paged_attention
 from hf_paged_cache.attention import NAME_PREFIX
+from hf_paged_cache.compat import _eager_function
 
 SIZES = {
     "vocab_size": 97,
@@ -246,6 +248,53 @@ def test_gradients_of_the_new_tokens_flow_and_history_is_constant() -> None:
     model(ids[:, :2], past_key_values=cache).logits.sum().backward()
     assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
     assert cache.layers[0].keys.requires_grad is False
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+def test_pools_stay_out_of_the_graph(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", backend)
+    model = llama()
+    ids, _ = padded_ids()
+    cache = PagedCache(model, block_size=16)
+    for _ in range(2):
+        model(ids, past_key_values=cache).logits.sum().backward()
+    assert not cache._state.groups[0].pools[0].keys.requires_grad
+    assert not cache.layers[0].keys.requires_grad
+
+
+@pytest.mark.parametrize("trained", ["k_proj", "v_proj"])
+def test_gradients_reach_a_projection_that_is_trained_alone(trained: str) -> None:
+    ids, _ = padded_ids()
+
+    def gradient(cache_of: Any) -> torch.Tensor:
+        model = llama().requires_grad_(False)
+        weight = getattr(model.model.layers[1].self_attn, trained).weight.requires_grad_()
+        cache = cache_of(model)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        model(ids[:, :2], past_key_values=cache).logits.square().sum().backward()
+        return weight.grad
+
+    want = gradient(lambda model: DynamicCache(config=model.config))
+    got = gradient(lambda model: PagedCache(model, block_size=16))
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_an_eager_function_of_a_models_own_is_found_out_layer_by_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = llama(attn_implementation="eager")
+    module = sys.modules[type(model).__module__]
+    usual = module.eager_attention_forward
+
+    def own(attention: Any, *args: Any, scaling: float, **kwargs: Any) -> Any:
+        return usual(attention, *args, scaling=scaling / (1 + attention.layer_idx), **kwargs)
+
+    monkeypatch.setattr(module, "eager_attention_forward", own)
+    _eager_function.cache_clear()
+    want = greedy(model)
+    assert torch.equal(greedy(model, past_key_values=PagedCache(model, block_size=16)), want)
+    _eager_function.cache_clear()
 
 
 def test_dropout_over_history_in_training_is_refused() -> None:

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -212,6 +215,24 @@ def test_a_prompt_no_longer_than_the_cache_is_refused(model: PreTrainedModel, pr
     )
 
 
+def test_a_first_forward_that_failed_is_taken_back_by_the_next(model: PreTrainedModel) -> None:
+    cache = PagedCache(model, block_size=16)
+    ids = torch.arange(1, 10)[None]
+
+    def fail(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids, past_key_values=cache)
+    handle.remove()
+    with pytest.raises(CacheMismatchError, match="interrupted: it is taken back now"):
+        model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == cache.stats().used_blocks == 0
+    with torch.no_grad():
+        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
 def test_a_forward_without_new_tokens_is_refused(model: PreTrainedModel) -> None:
     cache = PagedCache(model, block_size=16)
     model(torch.arange(1, 10)[None], past_key_values=cache)
@@ -262,10 +283,10 @@ def test_exhaustion_is_told_before_any_row_is_written_and_the_cache_goes_on() ->
     cache = filled(tokens=30, max_tokens=64)
     before = cache.stats(), [layer.keys.clone() for layer in cache.layers]
     with pytest.raises(
-        PoolExhausted, match=r"5 new tokens for 2 rows need 2 blocks .* 0 of 4 are free"
+        PoolExhausted, match=r"5 new tokens for 2 rows need 2 blocks .* 1 of 5 are free"
     ) as caught:
         cache.update(kv(tokens=5), kv(tokens=5), 0)
-    assert (caught.value.needed_blocks, caught.value.free_blocks, caught.value.block_size) == (2, 0, 16)
+    assert (caught.value.needed_blocks, caught.value.free_blocks, caught.value.block_size) == (2, 1, 16)
     assert cache.stats() == before[0]
     assert all(torch.equal(layer.keys + 0, keys) for layer, keys in zip(cache.layers, before[1], strict=True))
     for layer in range(3):
@@ -286,6 +307,73 @@ def test_repeated_rows_have_room_for_the_models_length_each() -> None:
     cache.check_integrity()
     assert torch.equal(cache.layers[2].keys[:, :, :200], kv(batch=4, tokens=200))
     assert torch.equal(cache.layers[2].values[:, :, 200:], marked)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_max_tokens_is_enough_however_the_tokens_are_spread(batch: int) -> None:
+    cache = PagedCache(CONFIG, block_size=16, max_tokens=20 * batch)
+    for layer in range(3):
+        cache.update(kv(batch=batch, tokens=20), kv(batch=batch, tokens=20), layer)
+    assert cache.get_seq_length() == 20
+
+
+def hybrid() -> PreTrainedModel:
+    """Convolution and attention layers in turn."""
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2,
+        pad_token_id=0,
+    )
+    return Lfm2ForCausalLM(config).eval()
+
+
+def test_exhaustion_in_a_hybrid_leaves_its_recurrent_states_alone() -> None:
+    model, ids = hybrid(), torch.arange(1, 33)[None]
+    wanted, cache = DynamicCache(config=model.config), PagedCache(model, block_size=16, max_tokens=32)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], past_key_values=wanted)
+        with pytest.raises(PoolExhausted):
+            model(ids[:, :20], past_key_values=cache)
+        got, want = (model(ids[:, 20:21], past_key_values=c).logits for c in (cache, wanted))
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_a_hybrid_whose_forward_failed_halfway_is_refused_until_reset() -> None:
+    model, ids = hybrid(), torch.arange(1, 33)[None]
+    cache = PagedCache(model, block_size=16)
+
+    def fail(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        handle = model.model.layers[3].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], past_key_values=cache)
+        handle.remove()
+        for message in ("is written again while layer 3", r"cannot be taken back; call `cache\.reset\(\)`"):
+            with pytest.raises(CacheMismatchError, match=message):
+                model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        got = model(ids, past_key_values=cache).logits
+        assert torch.equal(got, model(ids, use_cache=False).logits)
+
+
+def test_a_crop_that_a_hybrid_cannot_do_changes_nothing() -> None:
+    model, ids = hybrid(), torch.arange(1, 33)[None]
+    cache = PagedCache(model, block_size=16)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-2)
+    assert cache.get_seq_length() == 32
 
 
 def test_exhaustion_at_the_first_prompt_leaves_an_empty_usable_cache() -> None:
@@ -328,6 +416,7 @@ def test_row_operations_on_one_layer_are_refused(method: str) -> None:
             lambda cache: cache.batch_repeat_interleave(0),
             "repeats must be a positive number of copies per row, got 0",
         ),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True])), "one entry for each of the 2 rows"),
         (lambda cache: cache.batch_select_indices(torch.tensor([2])), r"selection of 0…1 .* got \[2\]"),
         (
             lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.long)),

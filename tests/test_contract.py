@@ -187,6 +187,19 @@ def test_window_layers_keep_only_the_window() -> None:
     assert twins.paged.stats().used_blocks <= 3
 
 
+def test_a_reset_ends_the_recording_of_window_layers() -> None:
+    twins = Twins(window_config(), batch=1)
+    twins.both(lambda cache: cache.activate_past_recording())
+    twins.update(100)
+    assert twins.paged.stats().used_blocks == 7
+    twins.paged.reset()
+    assert not twins.paged.is_recording_past(0) if hasattr(twins.paged, "is_recording_past") else True
+    keys = torch.zeros(1, HEADS, 100, HEAD_DIM)
+    for layer in range(LAYERS):
+        twins.paged.update(keys, keys, layer)
+    assert twins.paged.stats().used_blocks <= 3
+
+
 def test_properties_match_the_stock_cache(config: PreTrainedConfig) -> None:
     stock, paged = DynamicCache(config=config), PagedCache(config)
     assert len(paged) == len(stock) == LAYERS
