@@ -31,6 +31,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._state = state
         self.layer_idx = layer_idx
         self._blocks: LayerBlocks | None = None
+        self._last_seen: tuple[Any, ...] | None = None
         self._last_read: weakref.ref[StoredKV] | None = None
 
     # --- what attention calls -------------------------------------------------------------------------------
@@ -67,8 +68,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         blocks = self._blocks
         if blocks is None:
             blocks = self._claim(key_states, value_states)
-        # What is stored is a constant; a backend in torch would otherwise make the pool part of the graph.
-        dispatch.write(blocks, key_states.detach(), value_states.detach(), start)
+        if key_states.requires_grad or value_states.requires_grad:
+            # What is stored is a constant; a backend in torch would else make the pool part of the graph.
+            dispatch.write(blocks, key_states.detach(), value_states.detach(), start)
+        else:
+            dispatch.write(blocks, key_states, value_states, start)
         state.written(self.layer_idx)
         stored = StoredKV(
             state,
@@ -204,27 +208,28 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         return self._blocks
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""
+        seen = (key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device)
+        if seen == self._last_seen and self._state.batch == seen[0][0]:
+            return
+        if not self._fits(key_states, value_states):
+            self._raise_mismatch(key_states, value_states)
+        self._last_seen = seen
+
+    def _fits(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         blocks, batch = self._blocks, self._state.batch
         k, v = key_states.shape, value_states.shape
-        if (
-            len(k) == 4
-            and len(v) == 4
-            and k[:3] == v[:3]
-            and (not batch or k[0] == batch)
-            and key_states.dtype == value_states.dtype
-            and (
-                blocks is None
-                or (
-                    k[1] == blocks.keys.shape[1]
-                    and k[3] == blocks.keys.shape[3]
-                    and v[3] == blocks.values.shape[3]
-                    and key_states.dtype == blocks.keys.dtype
-                    and key_states.device == blocks.keys.device
-                )
-            )
-        ):
-            return
-        self._raise_mismatch(key_states, value_states)
+        if len(k) != 4 or len(v) != 4 or k[:3] != v[:3] or key_states.dtype != value_states.dtype:
+            return False
+        if batch and k[0] != batch:
+            return False
+        return blocks is None or (
+            k[1] == blocks.keys.shape[1]
+            and k[3] == blocks.keys.shape[3]
+            and v[3] == blocks.values.shape[3]
+            and key_states.dtype == blocks.keys.dtype
+            and key_states.device == blocks.keys.device
+        )
 
     def _raise_mismatch(self, key_states: torch.Tensor, value_states: torch.Tensor) -> NoReturn:
         batch, blocks = self._state.batch, self._blocks

@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_map_only
 
 from .errors import PagedCacheError
 
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
 
 class LazyTensor(torch.Tensor):
     """Stands for a tensor that `dense()` makes: right shape, dtype and device, no storage.
@@ -69,8 +71,7 @@ def make_wrapper(
     cls: type[LazyTensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Any:
     """A tensor of a lazy class: a shape, and nothing behind it."""
-    make: Any = torch.Tensor._make_wrapper_subclass
-    return make(cls, shape, dtype=dtype, device=device)
+    return _make_wrapper(cls, shape, dtype=dtype, device=device)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -110,11 +110,12 @@ class StoredKV:
 
     def views(self) -> tuple[PagedView, PagedView]:
         """The lazy K and V that stand for this."""
-        keys, values = self.blocks.keys, self.blocks.values
-        batch, tokens = self.blocks.table.shape[0], self.end - self.start
+        keys = self.blocks.keys
+        _, heads, _, head_dim = keys.shape
+        batch, tokens, dtype, device = self.state.batch, self.end - self.start, keys.dtype, keys.device
         return (
-            PagedView(self, 0, (batch, keys.shape[1], tokens, keys.shape[3]), keys.dtype, keys.device),
-            PagedView(self, 1, (batch, keys.shape[1], tokens, values.shape[3]), keys.dtype, keys.device),
+            PagedView(self, 0, (batch, heads, tokens, head_dim), dtype, device),
+            PagedView(self, 1, (batch, heads, tokens, self.blocks.values.shape[3]), dtype, device),
         )
 
 

@@ -46,7 +46,8 @@ def l3_bytes() -> int:
 def readers() -> list[Reader]:
     """Several ways to read one buffer, 16 times the last-level cache; machines differ in which is fastest."""
     rows = 16 * l3_bytes() // (4 * _ROW)
-    buffer = _large_pages(torch.empty(rows, _ROW)).fill_(1.0)
+    # Random, because a host may keep equal pages of its guests once, and in its cache.
+    buffer = _large_pages(torch.empty(rows, _ROW)).uniform_()
     threads = torch.get_num_threads()
     vector, flat = torch.ones(_ROW), buffer.flatten()
     parts = np.array_split(flat.numpy(), threads)

@@ -10,7 +10,7 @@ import torch
 from eval.bench import workload
 from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
-from eval.bench.timing import STEPS, interleave
+from eval.bench.timing import STEPS, Contender, interleave
 
 CONTEXT_TOKENS = (128, 2048, 8192)
 MIN_SPEEDUP = {128: 0.97, 2048: 1.2, 8192: 1.6}
@@ -22,6 +22,8 @@ COLUMNS = (
     Column("dynamic_ms", "Dynamic ms", fixed(1)),
     Column("paged_ms", "Paged ms", fixed(1)),
     Column("over_dynamic", "x Dynamic", fixed(2)),
+    Column("without_ms", "no history ms", fixed(1)),
+    Column("limit", "limit", fixed(2)),
     Column("error", "error", scientific),
 )
 
@@ -43,6 +45,8 @@ def run(context: Context) -> Result:
         rows,
         (
             f"{source}; one forward of one token over K and V of the others.",
+            "no history: the same forward without a cache, which is all of a step but reading K and V; "
+            "limit: Dynamic over that, which a cache that costs nothing would reach.",
             "x: median over rounds of the quotient within a round. "
             "error: RMS ratio of the logits, Paged against Dynamic.",
         ),
@@ -58,7 +62,14 @@ def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> R
     token = torch.tensor([[42]])
     error = workload.compare_logits(model, caches, token, dtype)
     timings = interleave(
-        [workload.forward_contender(name, model, caches[name], token) for name in names],
+        [
+            *(workload.forward_contender(name, model, caches[name], token) for name in names),
+            Contender(
+                "without",
+                lambda: model(token, use_cache=False),
+                prepare=lambda: workload.use("dynamic", model),
+            ),
+        ],
         budget_s=context.budget_s(10.0),
         min_rounds=context.rounds(7),
     )
@@ -68,6 +79,8 @@ def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> R
         "tokens": tokens,
         **{f"{name}_ms": 1e3 * timings.median_s(name) for name in names},
         "over_dynamic": speedup,
+        "without_ms": 1e3 * timings.median_s("without"),
+        "limit": timings.speedup("without", "dynamic"),
         "error": error,
         "rounds": len(timings.seconds["paged"]),
     }

@@ -201,17 +201,18 @@ def _backend(blocks: LayerBlocks) -> Backend:
 
 
 def _choice(blocks: LayerBlocks) -> tuple[str, Backend]:
+    asked = _environment.get(_environment_key)
+    noted = blocks.choice
+    if noted is not None and noted[0] == asked:
+        known: tuple[str, Backend] = noted[1]
+        return known
     keys = blocks.keys
     # Strides tell block size, head dims and contiguity, which with dtype and device is all that backends
     # differ in.
-    key = (
-        _environment.get(_environment_key),
-        keys.dtype,
-        keys.device,
-        keys.stride(),
-        blocks.values.stride(),
-    )
-    return _chosen.get(key) or _choose(key, keys.device, blocks)
+    key = (asked, keys.dtype, keys.device, keys.stride(), blocks.values.stride())
+    chosen = _chosen.get(key) or _choose(key, keys.device, blocks)
+    blocks.choice = asked, chosen
+    return chosen
 
 
 def _choose(key: tuple[object, ...], device: torch.device, blocks: LayerBlocks | None) -> tuple[str, Backend]:

@@ -29,16 +29,19 @@ class LayerBlocks:
             not stored. Columns past the end of a row hold arbitrary ids.
         native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field
             above is replaced.
+        choice: The dispatcher's note of the backend that serves blocks of this dtype, device and layout.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     table: torch.Tensor
     native: Any = field(default=None, repr=False)
+    choice: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A backend's form points into these very tensors, and a copy has others.
-        return None, {"keys": self.keys, "values": self.values, "table": self.table, "native": None}
+        names = ("keys", "values", "table", "native", "choice")
+        return None, dict.fromkeys(names) | {"keys": self.keys, "values": self.values, "table": self.table}
 
     @property
     def block_size(self) -> int:
