@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from eval.bench import layer_stacks
-from eval.bench.bandwidth import Reader, l3_bytes
 from eval.bench.context import Context
 from eval.bench.layer_stacks import Case, LayerStack, Shape
+from eval.bench.readers import Reader, l3_bytes
 from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
 from eval.bench.timing import Contender, Timings, interleave
 from eval.bench.workload import check, dtype_name, rms_ratio

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from eval.bench.bandwidth import Reader
+    from eval.bench.readers import Reader
     from eval.bench.results import Row
-
-SEED = 0
 
 
 @dataclass
@@ -40,10 +38,10 @@ class Context:
     @cached_property
     def bandwidth(self) -> tuple[Reader, list[Row]]:
         """The fastest reader of memory, measured once, and the rows of all."""
-        from eval.bench import bandwidth
+        from eval.bench import readers
 
         self.progress("read bandwidth")
-        return bandwidth.fastest(self.budget_s(3.0))
+        return readers.fastest(self.budget_s(3.0))
 
     def model(self, dtype: torch.dtype) -> tuple[Any, str]:
         """SmolLM2-135M in `dtype` and what it is, for the notes; the last one is kept."""

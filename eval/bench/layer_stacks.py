@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eval.bench.bandwidth import l3_bytes
-from eval.bench.context import SEED
+from eval.bench.readers import l3_bytes
+from eval.bench.seed import SEED
 from eval.bench.workload import dtype_name, remove_last
 
 _SPARE_TOKENS = 64

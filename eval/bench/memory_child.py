@@ -13,7 +13,7 @@ import torch
 
 from eval import measure
 from eval.bench import workload
-from eval.bench.context import SEED
+from eval.bench.seed import SEED
 
 _WARM_UP_TOKENS = 64
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from eval.bench import workload
-from eval.bench.context import SEED, Context
+from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
+from eval.bench.seed import SEED
 from eval.bench.timing import Contender, interleave
 
 PROMPT_TOKENS = 2048

@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from eval import models
-from eval.bench.context import SEED
 from eval.bench.results import WrongAnswer
+from eval.bench.seed import SEED
 from eval.bench.timing import Contender
 from eval.errors import UsageError
 from eval.settings import Settings

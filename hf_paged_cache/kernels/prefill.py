@@ -40,8 +40,7 @@ def attend_with_history(
     """Attend the stored tokens `[history_start, history_end)` and the fresh ones.
 
     Query i stands at position `history_end + i`. Whether the fresh tokens have been written to blocks already
-    makes no
-    difference: they are never read from there.
+    makes no difference: they are never read from there.
 
     Args:
         blocks: The history. Not changed.

@@ -11,11 +11,11 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from eval.bench import attention_step, bandwidth, layer_stacks, registry, table, workload
+from eval.bench import attention_step, layer_stacks, readers, registry, table, workload
 from eval.bench.attention_step import _Effort
-from eval.bench.bandwidth import Reader
 from eval.bench.cli import app
 from eval.bench.layer_stacks import Case, Shape
+from eval.bench.readers import Reader
 from eval.bench.results import Bound, Column, Result, Row, WrongAnswer, fixed
 from eval.bench.timing import Contender, Timings, interleave
 
@@ -24,7 +24,7 @@ TINY = Shape("tiny", 4, 2, 16)
 
 @pytest.fixture
 def small_l3(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (bandwidth, layer_stacks):
+    for module in (readers, layer_stacks):
         monkeypatch.setattr(module, "l3_bytes", lambda: 32 << 10)
 
 
@@ -196,12 +196,12 @@ def test_the_dynamic_cache_is_contiguous_again_after_tokens_are_taken_back(small
 def test_bytes_and_layers_of_a_case_cover_four_times_the_last_level_cache() -> None:
     case = Case(Shape("SmolLM2-135M", 9, 3, 64), 1, torch.float32, 512)
     assert case.kv_bytes == 2 * 3 * 512 * 64 * 4
-    assert case.kv_bytes * case.layers >= 4 * bandwidth.l3_bytes()
+    assert case.kv_bytes * case.layers >= 4 * readers.l3_bytes()
     assert Case(Shape("Llama-3-8B", 32, 8, 128), 8, torch.float32, 8192).layers == 2
 
 
 def test_readers_read_the_whole_buffer(small_l3: None) -> None:
-    for reader in bandwidth.readers():
+    for reader in readers.readers():
         assert reader.bytes_read == 16 * (32 << 10)
         reader.read()
 
