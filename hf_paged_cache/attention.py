@@ -136,9 +136,8 @@ def _attend(
     """Attention over blocks `[batch, q_tokens, q_heads, v_head_dim]`; None if the host has to do it."""
     _check_owner(module, stored)
     if not stored.has_history:
-        return (
-            None  # the host's function on the tensors of this forward, to the bit what it computes without us
-        )
+        # The host's function on the tensors of this forward: to the bit what it computes without us.
+        return None
     if kwargs.get("dropout") and module.training:
         stored.state.abort_step()
         raise PagedCacheError(

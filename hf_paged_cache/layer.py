@@ -62,8 +62,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         """
         state = self._state
         self._check(key_states, value_states)
-        start = state.tokens[self.layer_idx]
-        if start != state.step_start or start + key_states.shape[2] != state.step_end:
+        start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
+        if start != state.step_start or start + new_tokens != state.step_end or not new_tokens:
             state.begin_step(self.layer_idx, key_states, value_states)
         blocks = self._blocks
         if blocks is None:

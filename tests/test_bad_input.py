@@ -150,6 +150,17 @@ def test_a_misfit_in_the_middle_of_a_forward_takes_the_forward_back() -> None:
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_an_update_without_tokens_is_refused_on_a_new_and_on_a_cropped_cache(tokens: int) -> None:
+    cache = PagedCache(CONFIG)
+    if tokens:
+        cache = filled(tokens=tokens + 1)
+        cache.crop(-1)
+    with pytest.raises(CacheMismatchError, match=rf"no new tokens\. The cache already holds {tokens} tokens"):
+        cache.update(kv(tokens=0), kv(tokens=0), 0)
+    assert cache.get_seq_length() == tokens
+
+
 def test_a_cache_for_another_number_of_layers_is_refused() -> None:
     with pytest.raises(CacheMismatchError, match="layer 3: this cache was made for a model with 3 layers"):
         filled().update(kv(), kv(), 3)

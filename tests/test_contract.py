@@ -193,7 +193,7 @@ def test_a_reset_ends_the_recording_of_window_layers() -> None:
     twins.update(100)
     assert twins.paged.stats().used_blocks == 7
     twins.paged.reset()
-    assert not twins.paged.is_recording_past(0) if hasattr(twins.paged, "is_recording_past") else True
+    assert not twins.paged.layers[0].record_past
     keys = torch.zeros(1, HEADS, 100, HEAD_DIM)
     for layer in range(LAYERS):
         twins.paged.update(keys, keys, layer)

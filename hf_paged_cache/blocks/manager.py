@@ -68,7 +68,7 @@ class BlockManager:
 
     Attributes:
         pool: The blocks. Others may share blocks of it, then `check_integrity` wants their ids.
-        version: Bumped by whatever takes content away from a row or gives it other content: `crop`, `cancel`,
+        version: Bumped by whatever takes content away from a row or gives it other content: `crop`,
             `reorder`, `reset`, and a `reserve` or `release_outside_window` that releases blocks. Not by
             appending, nor by copy-on-write (the content stays equal; `Reservation.changed_from` tells of the
             new id).
@@ -86,7 +86,6 @@ class BlockManager:
         self.window = window
         self.version = 0
         self._tables: list[BlockTable] = []
-        self._latest: Reservation | None = None
         self._num_sealed = 0  # leading logical blocks that need no look when full blocks are sealed
 
     # --- questions ----------------------------------------------------------------------------------------
@@ -153,29 +152,7 @@ class BlockManager:
         copies = self._make_last_writable()
         self._append(num_new_tokens, plan)
         changes = [*plan.dropped[:1], *([start // self.block_size] if copies else []), plan.first_new]
-        self._latest = Reservation(start, start + num_new_tokens, copies, min(changes), plan.needed_blocks)
-        return self._latest
-
-    def cancel(self, reservation: Reservation) -> None:
-        """Take back the latest reservation, before or after its copies were made.
-
-        What had left the window stays released: no query at `reservation.start` or later needs it.
-
-        Raises:
-            PagedCacheError: It is not the latest, or the rows have changed since; nothing has changed.
-        """
-        if reservation != self._latest:
-            raise PagedCacheError(
-                "Only the latest reservation can be cancelled, while the rows are as it left them: expected"
-                f" {self._latest}, got {reservation}. Use crop() to go further back."
-            )
-        last = reservation.start // self.block_size
-        rows = {table.ids[last]: table for table in self._tables} if reservation.copies else {}
-        for source, destination in reservation.copies:
-            rows[destination].ids[last] = source
-            self.pool.share([source])
-            self.pool.release([destination])
-        self.crop(reservation.start)
+        return Reservation(start, start + num_new_tokens, copies, min(changes), plan.needed_blocks)
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first `num_tokens` tokens; does nothing if they are that long.
@@ -190,7 +167,6 @@ class BlockManager:
         dropped = [block_id for table in self._tables for block_id in table.crop(num_tokens)]
         self.pool.release(dropped)
         self._num_sealed = min(self._num_sealed, num_tokens // self.block_size)
-        self._latest = None
         self.version += 1
 
     def check_crop(self, num_tokens: int) -> None:
@@ -239,7 +215,6 @@ class BlockManager:
         self.pool.share(gained)  # first, so that no block is without an owner in between
         self.pool.release(lost)
         self._tables = new
-        self._latest = None
         self.version += 1
 
     def reset(self, *, later: bool = False) -> None:
@@ -254,7 +229,6 @@ class BlockManager:
         release = self.pool.release_later if later else self.pool.release
         release(block_ids)
         self._tables = []
-        self._latest = None
         self._num_sealed = 0
         self.version += 1
 
@@ -330,7 +304,6 @@ class BlockManager:
             return
         token = self._first_needed(self.num_tokens)
         self.pool.release([block_id for table in self._tables for block_id in table.drop_before(token)])
-        self._latest = None
         self.version += 1
 
     def _make_last_writable(self) -> list[tuple[int, int]]:

@@ -180,42 +180,15 @@ def test_beams_that_swap_for_many_steps_lose_no_block():
     assert manager.pool.num_free == 11
 
 
-def test_cancel_takes_back_new_blocks_and_copies():
+def test_crop_takes_a_reservation_back_and_keeps_its_copies():
     manager = started(7, tokens=6)
     manager.reorder([0, 0, 0])
-    before = snapshot(manager)
     reservation = manager.reserve(3)  # 2 copies and 3 new blocks
     assert ids(manager) == [[0, 2, 4], [0, 3, 5], [0, 1, 6]]
-    manager.cancel(reservation)
-    assert ids(manager) == [[0, 1], [0, 1], [0, 1]]
-    assert snapshot(manager)["tables"] == before["tables"]
-    assert manager.pool.num_free == 5
+    manager.crop(reservation.start)
+    assert ids(manager) == [[0, 2], [0, 3], [0, 1]]
+    assert manager.pool.num_free == 3
     assert manager.version == 2
-
-
-def release_more(manager: BlockManager) -> None:
-    manager.window = 1
-    assert manager.release_outside_window()
-
-
-@pytest.mark.parametrize(
-    "meanwhile",
-    [
-        release_more,
-        lambda manager: manager.reserve(1),
-        lambda manager: manager.crop(6),
-        lambda manager: manager.reorder([0, 0]),
-        lambda manager: manager.reset(),
-    ],
-)
-def test_only_the_latest_reservation_can_be_cancelled(meanwhile):
-    manager = started(6, tokens=5)
-    reservation = manager.reserve(2)
-    meanwhile(manager)
-    before = snapshot(manager)
-    with pytest.raises(PagedCacheError, match="Only the latest reservation can be cancelled"):
-        manager.cancel(reservation)
-    assert snapshot(manager) == before
 
 
 @pytest.mark.parametrize(("later", "free", "pending"), [(False, 6, 0), (True, 3, 3)])

@@ -93,14 +93,14 @@ class ManagerAgainstLists(RuleBasedStateMachine):
 
     @started
     @rule(count=st.integers(1, 9), keep_history=st.booleans(), used=st.booleans())
-    def reserve_and_cancel(self, count, keep_history, used):
+    def reserve_and_take_back(self, count, keep_history, used):
         reservation = self.reserve_checked(count, keep_history)
         if reservation is not None:
+            self.make_copies(reservation.copies)
             if used:
-                self.make_copies(reservation.copies)
                 for row in range(len(self.rows)):
                     self.write(row, reservation.start, [-2] * count)
-            self.manager.cancel(reservation)
+            self.manager.crop(reservation.start)
 
     @started
     @rule(data=st.data())

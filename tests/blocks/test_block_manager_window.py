@@ -114,9 +114,9 @@ def test_shared_window_blocks_count_as_freed_only_when_their_last_holder_lets_go
     assert snapshot(held) == before
 
 
-def test_cancel_in_a_window_layer_keeps_what_the_next_query_sees():
+def test_taking_a_reservation_back_in_a_window_layer_keeps_what_the_next_query_sees():
     manager = eight_tokens_in_a_window_of_five(4)
-    manager.cancel(manager.reserve(9))
+    manager.crop(manager.reserve(9).start)
     assert ids(manager) == [[N, 1]]
     assert manager.num_tokens == 8
     assert manager.reserve(1) == Reservation(8, 9, [], 2, 1)
