@@ -1,0 +1,61 @@
+"""Built attention cases, moved to the device with their strides, and into pools of over 2^31 elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_paged_cache.kernels.problem import NULL_BLOCK, Attention, LayerBlocks
+
+
+def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device with the same strides, the memory between them included."""
+    base = x if x._base is None else x._base
+    storage = torch.empty(0, dtype=x.dtype).set_(base.untyped_storage())
+    copied: torch.Tensor = storage.to(device, copy=True)
+    return copied.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def blocks_on(blocks: LayerBlocks, device: torch.device) -> LayerBlocks:
+    """Copies of pool and table."""
+    return LayerBlocks(moved(blocks.keys, device), moved(blocks.values, device), blocks.table.to(device))
+
+
+def attention_on(attention: Any, device: torch.device) -> Attention:
+    """The same question with its tensors on the device."""
+    fields: dict[str, Any] = {name: getattr(attention, name) for name in Attention.__dataclass_fields__}
+    tensors = {name: moved(x, device) for name, x in fields.items() if isinstance(x, torch.Tensor)}
+    return Attention(**fields | tensors)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of a floating tensor, so that NaN equals NaN."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
+
+
+def whole_pool(layer: torch.Tensor) -> torch.Tensor:
+    """`[blocks, layers, kv_heads, block_size, head_dim]` of which `layer` is a slice, on any device."""
+    block_elements = layer.stride(0)
+    layer_elements = layer[0].numel()
+    num_blocks, layers = layer.shape[0], block_elements // layer_elements
+    return layer.as_strided(
+        (num_blocks, layers, *layer.shape[1:]),
+        (block_elements, layer_elements, *layer.stride()[1:]),
+        layer.storage_offset() - layer.storage_offset() % block_elements,
+    )
+
+
+def at_the_end_of(blocks: LayerBlocks, num_blocks: int) -> LayerBlocks:
+    """The same layer with its blocks as the last of a pool of `num_blocks`, the others full of NaN."""
+    shift = num_blocks - blocks.keys.shape[0]
+    table = torch.where(blocks.table == NULL_BLOCK, NULL_BLOCK, blocks.table + shift).to(torch.int32)
+    keys, values = (_enlarged(layer, shift) for layer in (blocks.keys, blocks.values))
+    return LayerBlocks(keys, values, table)
+
+
+def _enlarged(layer: torch.Tensor, more_blocks: int) -> torch.Tensor:
+    small = whole_pool(layer)
+    large = small.new_full((more_blocks + small.shape[0], *small.shape[1:]), torch.nan)
+    large[more_blocks:] = small
+    return large[:, layer.storage_offset() % layer.stride(0) // layer[0].numel()]
