@@ -17,6 +17,7 @@ import torch
 
 from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
 
+from .parts import Part
 from .problem import Attention, LayerBlocks
 
 logger = logging.getLogger("hf_paged_cache")
@@ -47,6 +48,26 @@ class Backend(Protocol):
         """Copy whole blocks inside a pool."""
 
 
+class PrefillBackend(Backend, Protocol):
+    """A backend with kernels for many queries too, beside torch's own."""
+
+    def attend_history(
+        self, blocks: LayerBlocks, a: Attention, visible: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> Part:
+        """Attend stored tokens, without sinks."""
+
+    def attend_fresh(
+        self,
+        a: Attention,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        visible: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        is_causal: bool,
+    ) -> Part:
+        """Attend new tokens among themselves, without sinks."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A row of the registry.
@@ -54,10 +75,12 @@ class _Entry:
     Attributes:
         module: Imported when the backend is first considered.
         devices: Device types that it serves; None for all.
+        when_forced: Device types that it serves too, if it is asked for by name.
     """
 
     module: str
     devices: frozenset[str] | None = None
+    when_forced: frozenset[str] = frozenset()
 
     def load(self) -> Backend:
         return cast(Backend, importlib.import_module(self.module, __package__))
@@ -66,6 +89,7 @@ class _Entry:
 # A kernel for another device is one more row, above those it is faster than.
 _BACKENDS: dict[str, _Entry] = {
     "cpp": _Entry(".cpu", frozenset({"cpu"})),
+    "triton": _Entry(".gpu", frozenset({"cuda"}), when_forced=frozenset({"cpu"})),
     "torch": _Entry(".torch_blocks"),
     "reference": _Entry(".reference"),
 }
@@ -143,6 +167,12 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     return torch_blocks.gather(blocks, start, end)
 
 
+def prefill_backend(blocks: LayerBlocks) -> PrefillBackend | None:
+    """The backend that serves these blocks, if it has kernels of its own for many queries."""
+    backend = _backend(blocks)
+    return cast(PrefillBackend, backend) if hasattr(backend, "attend_history") else None
+
+
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
 
@@ -185,7 +215,7 @@ def explain(blocks: LayerBlocks) -> list[tuple[str, str]]:
     forced, taken = _forced(), False
     lines: list[tuple[str, str]] = []
     for name, entry in _BACKENDS.items():
-        reason = _refusal(entry, blocks.keys.device, blocks)
+        reason = _refusal(entry, forced == name, blocks.keys.device, blocks)
         if reason is None and forced not in (None, name):
             reason = f"not asked for: {ENVIRONMENT_VARIABLE}={forced}"
         if reason is None and taken:
@@ -221,7 +251,7 @@ def _choose(key: tuple[object, ...], device: torch.device, blocks: LayerBlocks |
     for name, entry in _BACKENDS.items():
         if forced not in (None, name):
             continue
-        reason = _refusal(entry, device, blocks)
+        reason = _refusal(entry, forced == name, device, blocks)
         if reason is None:
             for refusal in refusals:
                 _say_once(f"{refusal} Using the slower backend {name!r}.")
@@ -236,10 +266,11 @@ def _choose(key: tuple[object, ...], device: torch.device, blocks: LayerBlocks |
     )
 
 
-def _refusal(entry: _Entry, device: torch.device, blocks: LayerBlocks | None) -> str | None:
+def _refusal(entry: _Entry, is_forced: bool, device: torch.device, blocks: LayerBlocks | None) -> str | None:
     """Why a backend does not serve these blocks, or where there are none, pools on this device."""
-    if entry.devices is not None and device.type not in entry.devices:
-        return f"It runs on {', '.join(sorted(entry.devices))}; the blocks are on {device}."
+    devices = entry.devices
+    if devices is not None and device.type not in (devices | entry.when_forced if is_forced else devices):
+        return f"It runs on {', '.join(sorted(devices))}; the blocks are on {device}."
     backend = entry.load()
     return (
         backend.unsupported_reason(blocks) if blocks is not None else None

@@ -1,8 +1,9 @@
 """Attention of many new tokens over stored history and over each other.
 
 The new tokens' K and V are attended in the model's own precision, as they came out of the projections; the
-history is read chunk by chunk from its blocks; the parts are merged by log-sum-exp. On CPU this beats masked
-SDPA over dense K/V: the history needs no mask, and no head is repeated.
+history is read from its blocks; the parts are merged by log-sum-exp. A backend may bring kernels for both.
+Without, torch's own attend it chunk by chunk. On CPU this beats masked SDPA over dense K/V: the history needs
+no mask, and no head is repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import parts, torch_blocks
+from . import dispatch, parts, torch_blocks
 from .masking import all_over, both, causal_visible, read_mask
 from .parts import Part
 from .problem import Attention, LayerBlocks
@@ -66,10 +67,17 @@ def attend_with_history(
     a = Attention(
         query, history_start, history_end, scale, window=window, softcap=softcap, queries_are_last=False
     )
-    grouped = parts.split_heads(read.query.contiguous(), blocks.keys.shape[1])
     (old_visible, new_visible), (old_bias, new_bias) = (
         (None, None) if x is None else (x[..., :history], x[..., history:]) for x in (read.visible, read.bias)
     )
+    kernels = dispatch.prefill_backend(blocks)
+    if kernels is not None:
+        a.query = read.query
+        part = kernels.attend_fresh(a, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
+        if history:
+            part = kernels.attend_history(blocks, a, old_visible, old_bias).merge(part)
+        return torch_blocks.with_sinks(part, sinks, read.taken).tokens_first(dtype)
+    grouped = parts.split_heads(read.query.contiguous(), blocks.keys.shape[1])
     part = _attend_fresh(a, grouped, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
     if history:
         chunk_tokens = _chunk_tokens(a)

@@ -1,6 +1,6 @@
 """What every kernel is given: one layer's blocks, and the question asked of them.
 
-Backends (`reference`, `torch`, `cpp`, later `triton`) share these signatures; none of them knows of caches or
+Backends (`reference`, `torch`, `cpp`, `triton`) share these signatures; none of them knows of caches or
 models.
 """
 
@@ -16,6 +16,24 @@ NULL_BLOCK = -1
 
 
 @dataclass(slots=True, eq=False)
+class RowLengths:
+    """How many tokens every row has, where kernels of a GPU read it.
+
+    Attributes:
+        tokens: What the host knows of it.
+        on_device: int32 `[batch]`, all equal to `tokens`, or further where compiled steps have run since.
+    """
+
+    tokens: int
+    on_device: torch.Tensor
+
+    def set(self, tokens: int) -> None:
+        """Give all rows this length, without waiting for the device."""
+        self.tokens = tokens
+        self.on_device.fill_(tokens)
+
+
+@dataclass(slots=True, eq=False)
 class LayerBlocks:
     """One layer's share of a pool, and the table that puts its blocks in order.
 
@@ -27,6 +45,7 @@ class LayerBlocks:
         values: `[num_blocks, kv_heads, block_size, v_head_dim]`, same dtype and device.
         table: int32 `[batch, max_blocks]`, contiguous, on the same device. `NULL_BLOCK` marks a block that is
             not stored. Columns past the end of a row hold arbitrary ids.
+        lengths: Of the rows, on a GPU; None where kernels are told by the host.
         native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field
             above is replaced.
         choice: The dispatcher's note of the backend that serves blocks of this dtype, device and layout.
@@ -35,18 +54,48 @@ class LayerBlocks:
     keys: torch.Tensor
     values: torch.Tensor
     table: torch.Tensor
+    lengths: RowLengths | None = None
     native: Any = field(default=None, repr=False)
     choice: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A backend's form points into these very tensors, and a copy has others.
-        names = ("keys", "values", "table", "native", "choice")
-        return None, dict.fromkeys(names) | {"keys": self.keys, "values": self.values, "table": self.table}
+        names = ("keys", "values", "table", "lengths", "native", "choice")
+        kept = {"keys": self.keys, "values": self.values, "table": self.table, "lengths": self.lengths}
+        return None, dict.fromkeys(names) | kept
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.keys.shape[2]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StaticBlocks:
+    """One layer's blocks in a step that is compiled: tensors that stay in place, and no number of the host's.
+
+    Every row has all its blocks from the start, so that tables do not change either.
+
+    Attributes:
+        keys: `[num_blocks, layers, kv_heads, block_size, head_dim]`, the whole pool.
+        values: `[num_blocks, layers, kv_heads, block_size, v_head_dim]`.
+        layer: Place in the second dimension.
+        table: int32 `[batch, columns]`.
+        lengths: int32 `[batch]`, tokens of each row.
+        advances: Whether this layer is the one that counts the new tokens.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    layer: int
+    table: torch.Tensor
+    lengths: torch.Tensor
+    advances: bool
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that a row can hold."""
+        return self.table.shape[1] * self.keys.shape[3]
 
 
 @dataclass(slots=True, eq=False)

@@ -86,7 +86,7 @@ def test_one_thread_and_two_agree(name: str, dtype: torch.dtype, threads: None) 
 
 def test_float32_is_as_exact_as_float32_sums_can_be() -> None:
     problem = built(Case("long", batch=1, end=3000, group=3, head_dim=128), torch.float32)
-    assert rms_ratio(cpu.decode(problem.blocks, problem.attention), problem.want) < 5e-7
+    assert rms_ratio(cpu.decode(problem.blocks, problem.attention), problem.want) < 6e-7
 
 
 def test_equal_scores_of_a_wholly_finfo_min_row_give_the_average_of_its_values() -> None:

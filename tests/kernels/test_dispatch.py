@@ -36,7 +36,8 @@ def blocks() -> LayerBlocks:
 def _use_backends(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
     """Replace the registry by these, fastest first."""
     entries = {
-        name: SimpleNamespace(devices=None, load=lambda m=module: m) for name, module in modules.items()
+        name: SimpleNamespace(devices=None, when_forced=frozenset(), load=lambda m=module: m)
+        for name, module in modules.items()
     }
     monkeypatch.setattr(dispatch, "_BACKENDS", entries)
 
@@ -114,7 +115,7 @@ def test_unknown_name_is_refused_with_the_valid_ones(
         lambda: dispatch.gather(blocks, 0, 1),
         lambda: dispatch.copy_blocks(torch.zeros(2, 1), [0], [1]),
     ):
-        with pytest.raises(ValueError, match=r"must be one of cpp, torch, reference, .* got 'cuda'"):
+        with pytest.raises(ValueError, match=r"must be one of cpp, triton, torch, reference, .* got 'cuda'"):
             call()
 
 
@@ -144,8 +145,9 @@ def test_backend_of_another_device_is_not_even_loaded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dispatch, "_BACKENDS", dict(dispatch._BACKENDS))
     entry = dispatch._BACKENDS["cpp"]
     dispatch._BACKENDS["cpp"] = type(entry)("a.module.that.is.not", entry.devices)
-    assert dispatch.explain(blocks)[:2] == [
+    assert dispatch.explain(blocks)[:3] == [
         ("cpp", "It runs on cpu; the blocks are on meta."),
+        ("triton", "It runs on cuda; the blocks are on meta."),
         ("torch", "will run"),
     ]
     assert dispatch.backend_name(blocks) == "torch"

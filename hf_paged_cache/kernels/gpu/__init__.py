@@ -1,0 +1,213 @@
+"""Paged attention on GPUs: Triton kernels that read keys and values straight from their blocks.
+
+A decode step launches `write_kernel` and `attend_kernel` for each layer, and `merge_kernel` where rows are
+long and few enough to be split. None of them waits for the device: tables and lengths are read there, and
+grids depend on the numbers of rows and heads and on the power of two above the rows' length, so that a CUDA
+graph can replay a step.
+
+With `TRITON_INTERPRET=1` in the environment before the first import of Triton the same kernels run on CPU
+tensors, slowly; that is how they are tested on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from hf_paged_cache.kernels.masking import additive
+from hf_paged_cache.kernels.parts import Part, split_heads
+from hf_paged_cache.kernels.problem import Attention, LayerBlocks
+
+from .tiles import MAX_HEAD_DIM
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def unavailable_reason() -> str | None:
+    """None if Triton can be imported, otherwise a sentence."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; `pip install 'triton>=3.6'` (Linux)."
+    try:
+        _launch()
+    except Exception as error:
+        return f"Triton cannot be used: {error}"
+    return None
+
+
+def unsupported_reason(blocks: LayerBlocks) -> str | None:
+    """None if the kernels can serve these blocks, otherwise a sentence. Compiles nothing."""
+    if unavailable_reason() is not None:
+        return unavailable_reason()
+    keys, values = blocks.keys, blocks.values
+    if keys.is_cpu and not _launch().INTERPRETED:
+        return (
+            "The Triton kernels take CPU tensors only in the interpreter: set TRITON_INTERPRET=1 before "
+            "Python starts."
+        )
+    if keys.dtype not in DTYPES or values.dtype != keys.dtype:
+        return (
+            f"The Triton kernels take float32, bfloat16 or float16 blocks, not {keys.dtype} and "
+            f"{values.dtype}."
+        )
+    widest = max(keys.shape[3], values.shape[3])
+    if widest > MAX_HEAD_DIM:
+        return f"The Triton kernels take head dims up to {MAX_HEAD_DIM}, not {widest}."
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        return "The Triton kernels take blocks whose rows of head_dim elements are contiguous."
+    if keys.shape[2] < 16 or keys.shape[2] & (keys.shape[2] - 1):
+        return f"The Triton kernels take blocks of 16, 32, 64, ... tokens, not {keys.shape[2]}."
+    return None
+
+
+def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
+    """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
+
+    Tokens that fall into a null block are dropped.
+
+    Args:
+        blocks: Changed in place.
+        key_states: `[batch, kv_heads, tokens, head_dim]`.
+        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
+        start: Position of the first new token, the same in every row.
+    """
+    end = start + key_states.shape[2]
+    held = blocks.lengths
+    lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
+    _launch().write(blocks.keys, blocks.values, blocks.table, lengths, key_states, value_states)
+
+
+def decode(
+    blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend the stored tokens `[a.start, a.end)`; any number of queries.
+
+    Args:
+        blocks: Keys and values. Not changed.
+        a: The question; every field is honoured.
+        return_lse: Also return the log-sum-exp that merges this answer with another part's.
+
+    Returns:
+        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
+        nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
+        denominator, the sink included; -inf where there is neither a visible token nor a sink.
+    """
+    held, back = blocks.lengths, 0
+    if held is not None and held.tokens >= a.end:
+        lengths, back = held.on_device, held.tokens - a.end
+    else:
+        lengths = _equal_lengths(blocks, a.end)
+    out, lse = _launch().attend(
+        a.query,
+        blocks.keys,
+        blocks.values,
+        blocks.table,
+        lengths,
+        tokens=a.end,
+        start=a.start,
+        back=back,
+        queries_are_last=a.queries_are_last,
+        **_rules(a, a.mask, a.causal),
+    )
+    return (out, lse) if return_lse else out
+
+
+def attend_history(
+    blocks: LayerBlocks, a: Attention, visible: torch.Tensor | None, bias: torch.Tensor | None
+) -> Part:
+    """Attention over the stored tokens `[a.start, a.end)`, without sinks.
+
+    Args:
+        blocks: Keys and values. Not changed.
+        a: The question; its mask is replaced by the next two.
+        visible: What the mask lets see, as `masking` has it.
+        bias: What the mask adds.
+    """
+    question = Attention(
+        a.query,
+        a.start,
+        a.end,
+        a.scale,
+        _mask(visible, bias),
+        a.causal,
+        a.window,
+        a.softcap,
+        queries_are_last=a.queries_are_last,
+    )
+    out, lse = decode(blocks, question, return_lse=True)
+    return _part(out, lse, blocks.keys.shape[1])
+
+
+def attend_fresh(
+    a: Attention,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    is_causal: bool,
+) -> Part:
+    """Attention of new tokens over each other, without sinks.
+
+    Args:
+        a: Query `[batch, q_heads, q_tokens, head_dim]`, scale, window and softcap.
+        keys: `[batch, kv_heads, q_tokens, head_dim]`.
+        values: `[batch, kv_heads, q_tokens, v_head_dim]`.
+        visible: What the mask lets see of the new tokens, as `masking` has it.
+        bias: What the mask adds.
+        is_causal: Query i sees the tokens up to its own.
+    """
+    out, lse = _launch().attend_dense(a.query, keys, values, **_rules(a, _mask(visible, bias), is_causal))
+    return _part(out, lse, keys.shape[1])
+
+
+def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
+    """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
+
+    Args:
+        pool: `[num_blocks, ...]`, contiguous, changed in place.
+        src: Block ids to read.
+        dst: As many distinct block ids to overwrite.
+    """
+    assert len(src) == len(dst), f"{len(src)} blocks to read but {len(dst)} to overwrite"
+    if not src:
+        return
+    if set(src).isdisjoint(dst):
+        _launch().copy_blocks(pool, src, dst)
+        return
+    # Programs run in any order, so blocks that are both read and overwritten pass through memory of their
+    # own.
+    ids = _launch().device_ids([src, dst], pool.device).long()
+    pool[ids[1]] = pool[ids[0]]
+
+
+def _rules(a: Attention, mask: torch.Tensor | None, causal: bool) -> dict[str, Any]:
+    return {
+        "scale": a.scale,
+        "mask": mask,
+        "causal": causal,
+        "window": a.window,
+        "softcap": a.softcap,
+        "sinks": a.sinks,
+    }
+
+
+def _mask(visible: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    return visible if bias is None else additive(visible, bias, torch.float32)
+
+
+def _part(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Part:
+    return Part(split_heads(out.transpose(1, 2), kv_heads), split_heads(lse, kv_heads))
+
+
+def _equal_lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:
+    return torch.full((blocks.table.shape[0],), tokens, dtype=torch.int32, device=blocks.table.device)
+
+
+@cache
+def _launch() -> Any:
+    # Importing Triton takes a while and fails where there is none, so this waits until a kernel is wanted.
+    return import_module(".launch", __package__)

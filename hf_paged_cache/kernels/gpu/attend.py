@@ -1,0 +1,323 @@
+"""Attention over stored blocks, and over dense K and V read as blocks of one row each.
+
+One program has one row, one kv head, one tile of queries and one split of the tokens. A tile holds the
+queries of the whole head group, so that K and V are read once for all of them (as in grouped-query decoding
+kernels since Flash-Decoding, Dao et al. 2023); the softmax is taken online (Milakov & Gimelshein 2018). With
+several splits every program leaves its sums in scratch, and `merge_kernel` adds them up.
+
+Letters: `b` row, `h` kv head, `m` query of the tile (`[M]`), `n` token of the tile (`[N]`), `d` dim of K
+    (`[D]`), `e`
+dim of V (`[E]`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+NO_MASK: tl.constexpr = tl.constexpr(0)
+BOOL_MASK: tl.constexpr = tl.constexpr(1)
+ADDITIVE_MASK: tl.constexpr = tl.constexpr(2)
+
+# Numbers that change from step to step: compiling for the values they happen to have would compile again and
+# again.
+PER_STEP_ARGUMENTS = ("q_tokens", "splits", "part_rows", "start", "back", "query_shift")
+
+
+@triton.jit
+def _tanh(x):
+    """Accurate for small x too, where 1 - exp(-2x) would cancel."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """`acc + a @ b` in the dtype of `b`, or in float32 where `WIDEN`.
+
+    The interpreter cannot multiply bfloat16, and cuts where a device rounds.
+    """
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _part_pointers(part_ptr, splits, rows, V_HEAD_DIM: tl.constexpr):
+    """Where the maxima of the scores, and where the sums of the weights begin in what splits leave.
+
+    That is one piece of memory: sums of values, not yet divided, `[splits, rows, v_head_dim]`; maxima
+    `[splits, rows]`; sums of weights `[splits, rows]`. A row is a query of a head of the batch.
+    """
+    maxima = part_ptr + tl.cast(splits, tl.int64) * rows * V_HEAD_DIM
+    return maxima, maxima + tl.cast(splits, tl.int64) * rows
+
+
+@triton.jit(do_not_specialize=PER_STEP_ARGUMENTS)
+def attend_kernel(
+    out_ptr,  # [batch, q_tokens, q_heads, v_head_dim], written if not SPLIT
+    lse_ptr,  # float32 [batch, q_heads, q_tokens], the same
+    part_ptr,  # float32, written if SPLIT: see `_part_pointers`
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,  # int32 [batch, columns]
+    lengths_ptr,  # int32 [batch], tokens stored of each row
+    mask_ptr,
+    sinks_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_t,
+    k_stride_block,
+    k_stride_h,
+    v_stride_block,
+    v_stride_h,
+    table_stride_b,
+    columns,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_q,
+    mask_stride_t,
+    q_tokens,
+    splits,
+    part_rows,  # batch * q_heads * q_tokens
+    start,  # first token attended; column 0 of the mask
+    back,  # tokens at the end of each row that are not attended
+    query_shift,  # query i stands at position end + query_shift + i
+    window,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_STRIDE_T: tl.constexpr,
+    V_STRIDE_T: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,  # whether the mask differs between the queries of a tile
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    LOAD_KEYS: tl.constexpr,
+    LOAD_VALUES: tl.constexpr,
+):
+    """Attend tokens `[start, length - back)` of every row.
+
+    Grid: batch * kv_heads * query tiles * splits, in this order, in one dimension, because the others end at
+    65535. Tokens beyond the range, of null blocks, or hidden from the whole tile are never part of a sum,
+    whatever lies there.
+    """
+    tiles = tl.cdiv(q_tokens * GROUP, M)
+    split = tl.program_id(0) % splits
+    first_m = tl.program_id(0) // splits % tiles * M
+    b = tl.program_id(0) // (splits * tiles * KV_HEADS)
+    h = tl.program_id(0) // (splits * tiles) % KV_HEADS
+    Q_HEADS: tl.constexpr = KV_HEADS * GROUP
+
+    end = tl.load(lengths_ptr + b) - back
+    m = first_m + tl.arange(0, M)
+    query_index = m // GROUP
+    q_head = h * GROUP + m % GROUP
+    is_query = query_index < q_tokens
+    position = end + query_shift + query_index  # [M]
+
+    # What the first query of the tile may no longer see, and the last one not yet.
+    low, high = start, end
+    if WINDOW:
+        low = tl.maximum(low, end + query_shift + first_m // GROUP - window + 1)
+    if CAUSAL:
+        last_query = tl.minimum((first_m + M - 1) // GROUP, q_tokens - 1)
+        high = tl.minimum(high, end + query_shift + last_query + 1)
+    first_tile = low // N
+    end_tile = tl.maximum(tl.cdiv(high, N), first_tile)
+    if SPLIT:
+        per_split = tl.maximum(tl.cdiv(end_tile - first_tile, splits), MIN_TILES)
+        first_tile = first_tile + split * per_split
+        end_tile = tl.minimum(end_tile, first_tile + per_split)
+
+    d = tl.arange(0, D)
+    e = tl.arange(0, E)
+    n = tl.arange(0, N)
+    query_offsets = (
+        b.to(tl.int64) * q_stride_b + q_head.to(tl.int64) * q_stride_h + query_index.to(tl.int64) * q_stride_t
+    )
+    query = tl.load(
+        query_ptr + query_offsets[:, None] + d[None, :],
+        mask=is_query[:, None] & (d[None, :] < HEAD_DIM),
+        other=0.0,
+    )  # [M, D]
+    keys_ptr += h.to(tl.int64) * k_stride_h
+    values_ptr += h.to(tl.int64) * v_stride_h
+    table_ptr += b.to(tl.int64) * table_stride_b
+    if MASK != NO_MASK:
+        mask_ptr += b.to(tl.int64) * mask_stride_b
+        mask_offsets = q_head.to(tl.int64) * mask_stride_h + query_index.to(tl.int64) * mask_stride_q  # [M]
+
+    row_max = tl.full([M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, E], tl.float32)
+    for tile in range(first_tile, end_tile):
+        first_token = tile * N
+        token = first_token + n  # [N]
+        column = first_token // BLOCK_SIZE
+        block = tl.load(table_ptr + column, mask=column < columns, other=-1)
+        stored = (token >= low) & (token < tl.where(block >= 0, high, 0))
+        if MASK != NO_MASK:
+            mask_columns = (token - start).to(tl.int64) * mask_stride_t
+            if not MASK_ROWS:
+                given = tl.load(mask_ptr + mask_columns, mask=stored, other=0)
+                # What the mask hides from all is not read either.
+                stored = stored & (given != (0 if MASK == BOOL_MASK else -float("inf")))
+        # The offsets of a tile stay the same from tile to tile, only where it begins is 64 bits wide.
+        block = tl.maximum(block, 0).to(tl.int64)
+        slot = (first_token % BLOCK_SIZE).to(tl.int64)
+
+        keys = LOAD_KEYS(
+            keys_ptr + (block * k_stride_block + slot * K_STRIDE_T),
+            n[:, None] * K_STRIDE_T + d[None, :],
+            stored[:, None] & (d[None, :] < HEAD_DIM),
+        )  # [N, D]
+        score = tl.zeros([M, N], tl.float32)
+        score = _product(query, tl.trans(keys), score, PRECISION, WIDEN) * scale  # [M, N]
+        if SOFTCAP:
+            score = softcap * _tanh(score / softcap)
+
+        visible = is_query[:, None] & stored[None, :]
+        if CAUSAL:
+            visible = visible & (token[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (token[None, :] > position[:, None] - window)
+        if MASK != NO_MASK:
+            if MASK_ROWS:
+                given = tl.load(
+                    mask_ptr + mask_offsets[:, None] + mask_columns[None, :], mask=visible, other=0
+                )
+                visible = visible & (given != (0 if MASK == BOOL_MASK else -float("inf")))
+                if MASK == ADDITIVE_MASK:
+                    score = score + given.to(tl.float32)
+            elif MASK == ADDITIVE_MASK:
+                score = score + given.to(tl.float32)[None, :]
+        score = tl.where(visible, score, -float("inf"))
+
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weight = tl.exp2((score - base[:, None]) * LOG2E)
+        shrink = tl.exp2((row_max - base) * LOG2E)
+        row_sum = row_sum * shrink + tl.sum(weight, 1)
+        row_max = new_max
+
+        values = LOAD_VALUES(
+            values_ptr + (block * v_stride_block + slot * V_STRIDE_T),
+            n[:, None] * V_STRIDE_T + e[None, :],
+            stored[:, None] & (e[None, :] < V_HEAD_DIM),
+        )  # [N, E]
+        if MASK_ROWS:
+            # A weight of 0 does not silence a NaN.
+            seen = tl.max(visible.to(tl.int32), 0) > 0
+            values = tl.where(seen[:, None], values, 0.0)
+        acc = _product(weight, values, acc * shrink[:, None], PRECISION, WIDEN)
+
+    row = b * Q_HEADS + q_head  # [M]
+    is_value = e[None, :] < V_HEAD_DIM
+    if SPLIT:
+        row = split.to(tl.int64) * part_rows + row * q_tokens + query_index
+        part_max_ptr, part_sum_ptr = _part_pointers(part_ptr, splits, part_rows, V_HEAD_DIM)
+        tl.store(part_max_ptr + row, row_max, mask=is_query)
+        tl.store(part_sum_ptr + row, row_sum, mask=is_query)
+        written = is_query & (row_sum != 0.0)
+        tl.store(part_ptr + row[:, None] * V_HEAD_DIM + e[None, :], acc, mask=written[:, None] & is_value)
+    else:
+        if SINKS:
+            sink = tl.load(sinks_ptr + q_head).to(tl.float32)
+            new_max = tl.maximum(row_max, sink)
+            shrink = tl.exp2((row_max - new_max) * LOG2E)
+            row_sum = row_sum * shrink + tl.exp2((sink - new_max) * LOG2E)
+            acc = acc * shrink[:, None]
+            row_max = new_max
+        nothing = row_sum == 0.0
+        out = acc / tl.where(nothing, 1.0, row_sum)[:, None]
+        lse = tl.where(nothing, -float("inf"), row_max + tl.log2(row_sum) / LOG2E)
+        out_row = (b.to(tl.int64) * q_tokens + query_index) * Q_HEADS + q_head
+        tl.store(
+            out_ptr + out_row[:, None] * V_HEAD_DIM + e[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=is_query[:, None] & is_value,
+        )
+        tl.store(lse_ptr + row.to(tl.int64) * q_tokens + query_index, lse, mask=is_query)
+
+
+@triton.jit(do_not_specialize=("q_tokens", "splits"))
+def merge_kernel(
+    out_ptr,  # [batch, q_tokens, q_heads, v_head_dim]
+    lse_ptr,  # float32 [batch, q_heads, q_tokens]
+    part_ptr,
+    sinks_ptr,
+    q_tokens,
+    splits,
+    Q_HEADS: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Add up what the splits left. Grid: (q_heads * q_tokens, batch).
+
+    Maximum and sum are kept apart, and not as one log-sum-exp, because a mask of finfo.min swallows log(n).
+    """
+    b = tl.program_id(1)
+    q_head = tl.program_id(0) // q_tokens
+    query_index = tl.program_id(0) % q_tokens
+    row = b.to(tl.int64) * Q_HEADS * q_tokens + tl.program_id(0)
+    rows = tl.num_programs(1).to(tl.int64) * Q_HEADS * q_tokens
+    part_max_ptr, part_sum_ptr = _part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
+    e = tl.arange(0, E)
+
+    total_max = -float("inf")
+    if SINKS:
+        sink = tl.load(sinks_ptr + q_head).to(tl.float32)
+        total_max = sink
+    for first in range(0, splits, S):
+        s = first + tl.arange(0, S)
+        part_max = tl.load(part_max_ptr + s * rows + row, mask=s < splits, other=-float("inf"))
+        total_max = tl.maximum(total_max, tl.max(part_max, 0))
+    base = tl.where(total_max == -float("inf"), 0.0, total_max)
+
+    total_sum = 0.0
+    if SINKS:
+        total_sum = tl.exp2((sink - base) * LOG2E)
+    acc = tl.zeros([E], tl.float32)
+    for first in range(0, splits, S):
+        s = first + tl.arange(0, S)
+        part_max = tl.load(part_max_ptr + s * rows + row, mask=s < splits, other=-float("inf"))
+        part_sum = tl.load(part_sum_ptr + s * rows + row, mask=s < splits, other=0.0)
+        saw = part_sum != 0.0
+        weight = tl.exp2((part_max - base) * LOG2E)
+        part = tl.load(
+            part_ptr + (s * rows + row)[:, None] * V_HEAD_DIM + e[None, :],
+            mask=saw[:, None] & (e[None, :] < V_HEAD_DIM),
+            other=0.0,
+        )  # [S, E]
+        total_sum += tl.sum(weight * part_sum, 0)
+        acc += tl.sum(weight[:, None] * part, 0)
+
+    nothing = total_sum == 0.0
+    out = acc / tl.where(nothing, 1.0, total_sum)
+    lse = tl.where(nothing, -float("inf"), base + tl.log2(total_sum) / LOG2E)
+    out_row = (b.to(tl.int64) * q_tokens + query_index) * Q_HEADS + q_head
+    tl.store(out_ptr + out_row * V_HEAD_DIM + e, out.to(out_ptr.dtype.element_ty), mask=e < V_HEAD_DIM)
+    tl.store(lse_ptr + row, lse)

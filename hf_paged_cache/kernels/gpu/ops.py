@@ -1,0 +1,174 @@
+"""The kernels as operators of torch, for steps that `torch.compile` traces: each is one opaque call there.
+
+They take whole pools and a layer's place in them. Slices of a pool would reach the compiler as inputs that
+share memory and are written to, which it answers with copies.
+"""
+
+# No `from __future__ import annotations` here: the schemas are read from the annotations.
+import torch
+
+from . import launch
+
+
+@torch.library.custom_op("hf_paged_cache::write", mutates_args=("keys", "values"))
+def write(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+) -> None:
+    """Store new tokens at the end of every row of one layer.
+
+    Args:
+        keys: `[num_blocks, layers, kv_heads, block_size, head_dim]`, changed in place.
+        values: `[num_blocks, layers, kv_heads, block_size, v_head_dim]`, changed in place.
+        layer: Place in the second dimension.
+        table: int32 `[batch, columns]`.
+        lengths: int32 `[batch]`: tokens of each row, the new ones included.
+        new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
+        new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
+    """
+    launch.write(keys[:, layer], values[:, layer], table, lengths, new_keys, new_values)
+
+
+@write.register_fake
+def _(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("hf_paged_cache::attend", mutates_args=())
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend all stored tokens of every row of one layer; the queries are the newest of them.
+
+    Args:
+        query: `[batch, q_heads, q_tokens, head_dim]`.
+        keys: `[num_blocks, layers, kv_heads, block_size, head_dim]`.
+        values: `[num_blocks, layers, kv_heads, block_size, v_head_dim]`.
+        layer: Place in the second dimension.
+        table: int32 `[batch, columns]`.
+        lengths: int32 `[batch]`: tokens of each row.
+        scale: Factor on q·k.
+        mask: None, or broadcastable to `[batch, q_heads, q_tokens, columns * block_size]`, boolean or
+            additive.
+        causal: Query i sees stored positions <= its own.
+        window: None, or query at position p sees only positions > p - window.
+        softcap: None, or c: score = c * tanh(score / c).
+        sinks: None, or `[q_heads]`: a logit per head in the denominator only.
+
+    Returns:
+        `[batch, q_tokens, q_heads, v_head_dim]`.
+    """
+    out, _ = launch.attend(
+        query,
+        keys[:, layer],
+        values[:, layer],
+        table,
+        lengths,
+        tokens=table.shape[1] * keys.shape[3],
+        scale=scale,
+        mask=mask,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return out
+
+
+@attend.register_fake
+def _(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, q_heads, q_tokens, _ = query.shape
+    return query.new_empty(batch, q_tokens, q_heads, values.shape[4])
+
+
+@torch.library.custom_op("hf_paged_cache::gather", mutates_args=())
+def gather(
+    keys: torch.Tensor, values: torch.Tensor, layer: int, table: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All slots of every row of one layer as dense tensors, zeros where nothing is stored.
+
+    Args:
+        keys: `[num_blocks, layers, kv_heads, block_size, head_dim]`.
+        values: `[num_blocks, layers, kv_heads, block_size, v_head_dim]`.
+        layer: Place in the second dimension.
+        table: int32 `[batch, columns]`.
+        lengths: int32 `[batch]`: tokens of each row.
+
+    Returns:
+        K `[batch, kv_heads, columns * block_size, head_dim]` and V `[..., v_head_dim]`.
+    """
+    tokens = table.shape[1] * keys.shape[3]
+    stored = torch.arange(tokens, device=table.device) < lengths[:, None]
+    stored &= (table >= 0).repeat_interleave(keys.shape[3], dim=1)
+    dense_keys, dense_values = (
+        pool[:, layer][table.clamp(min=0).long()]
+        .transpose(1, 2)
+        .flatten(2, 3)
+        .masked_fill(~stored[:, None, :, None], 0.0)
+        .contiguous()
+        for pool in (keys, values)
+    )
+    return dense_keys, dense_values
+
+
+@gather.register_fake
+def _(
+    keys: torch.Tensor, values: torch.Tensor, layer: int, table: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, kv_heads, block_size, head_dim = keys.shape
+    dense_keys = keys.new_empty(table.shape[0], kv_heads, table.shape[1] * block_size, head_dim)
+    return dense_keys, dense_keys.new_empty(*dense_keys.shape[:3], values.shape[4])
+
+
+@torch.library.custom_op("hf_paged_cache::copy_blocks", mutates_args=("pool",))
+def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
+    """Copy whole blocks inside a pool; no block is both in `src` and in `dst`.
+
+    Args:
+        pool: `[num_blocks, ...]`, contiguous, changed in place.
+        src: Block ids to read.
+        dst: As many distinct block ids to overwrite.
+    """
+    launch.copy_blocks(pool, src, dst)
+
+
+@copy_blocks.register_fake
+def _(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
+    return None

@@ -1,0 +1,153 @@
+"""Compile-time arguments of the kernels: the one place that launches take them from.
+
+The ahead-of-time gate goes through launches, and so gets the same.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+from triton.runtime import driver
+
+from .attend import ADDITIVE_MASK, BOOL_MASK, NO_MASK
+from .formats import load_plain
+from .tiles import Generation, Tile, choose_tile, padded, power_of_two
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Whether kernels run in Triton's interpreter, on the CPU."""
+
+_COPY_ELEMENTS = 4096
+_WRITE_ELEMENTS = 4096
+_WRITE_ELEMENTS_PER_THREAD = 8
+_MERGED_SPLITS = 16
+
+
+def mask_kind(mask: torch.Tensor | None) -> int:
+    """Which kind of mask the attention kernel is compiled for."""
+    if mask is None:
+        return int(NO_MASK.value)
+    return int(BOOL_MASK.value if mask.dtype in (torch.bool, torch.uint8) else ADDITIVE_MASK.value)
+
+
+def _generation() -> Generation:
+    """Of the current device."""
+    if INTERPRETED:
+        return "ampere"
+    target = driver.active.get_current_target()
+    if target.backend != "cuda":
+        return "amd"
+    return "ampere" if target.arch < 90 else "hopper"
+
+
+@lru_cache(maxsize=1024)
+def attend_constants(
+    *,
+    dtype: torch.dtype,
+    rows: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    v_head_dim: int,
+    block_size: int,
+    k_stride_t: int,
+    v_stride_t: int,
+    causal: bool,
+    window: bool,
+    softcap: bool,
+    sinks: bool,
+    mask: int,
+    mask_rows: bool,
+) -> tuple[dict[str, Any], Tile]:
+    """Compile-time arguments of `attend_kernel`, all but SPLIT, and the tile that they are for.
+
+    Args:
+        dtype: Of blocks and queries.
+        rows: Query tokens x head group.
+        kv_heads: Heads of K and V.
+        group: Query heads per kv head.
+        head_dim: Of K.
+        v_head_dim: Of V.
+        block_size: Tokens per block.
+        k_stride_t: Elements from one token to the next in a block of K.
+        v_stride_t: The same in V.
+        causal: As in `Attention`, here and below whether there is such a thing.
+        window: Sliding window.
+        softcap: Soft-capped scores.
+        sinks: Attention sinks.
+        mask: What `mask_kind` says.
+        mask_rows: The mask differs between heads or queries.
+    """
+    tile = choose_tile(
+        rows=rows,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        itemsize=dtype.itemsize,
+        block_size=block_size,
+        is_masked=mask != NO_MASK.value,
+        mask_rows=mask_rows,
+        generation=_generation(),
+    )
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "BLOCK_SIZE": block_size,
+        "K_STRIDE_T": k_stride_t,
+        "V_STRIDE_T": v_stride_t,
+        "M": tile.queries,
+        "N": tile.tokens,
+        "D": padded(head_dim),
+        "E": padded(v_head_dim),
+        "MIN_TILES": tile.min_tiles,
+        "CAUSAL": causal,
+        "WINDOW": window,
+        "SOFTCAP": softcap,
+        "SINKS": sinks,
+        "MASK": mask,
+        "MASK_ROWS": mask_rows,
+        "PRECISION": tile.precision,
+        "WIDEN": INTERPRETED and dtype == torch.bfloat16,
+        "LOAD_KEYS": load_plain,
+        "LOAD_VALUES": load_plain,
+    }, tile
+
+
+def merge_constants(*, q_heads: int, v_head_dim: int, sinks: bool) -> dict[str, Any]:
+    """Compile-time arguments of `merge_kernel`."""
+    return {
+        "Q_HEADS": q_heads,
+        "V_HEAD_DIM": v_head_dim,
+        "E": padded(v_head_dim),
+        "S": _MERGED_SPLITS,
+        "SINKS": sinks,
+    }
+
+
+@lru_cache(maxsize=256)
+def write_constants(
+    *, kv_heads: int, head_dim: int, v_head_dim: int, block_size: int, k_stride_t: int, v_stride_t: int
+) -> dict[str, Any]:
+    """Compile-time arguments of `write_kernel`, and its warps: no more than have 16 bytes a thread."""
+    heads = min(power_of_two(kv_heads), max(1, _WRITE_ELEMENTS // padded(max(head_dim, v_head_dim))))
+    threads = heads * padded(min(head_dim, v_head_dim)) // _WRITE_ELEMENTS_PER_THREAD
+    return {
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "BLOCK_SIZE": block_size,
+        "K_STRIDE_T": k_stride_t,
+        "V_STRIDE_T": v_stride_t,
+        "H": heads,
+        "D": padded(head_dim),
+        "E": padded(v_head_dim),
+        "num_warps": max(1, min(4, threads // (64 if _generation() == "amd" else 32))),
+    }
+
+
+def copy_constants() -> dict[str, Any]:
+    """Compile-time arguments of `copy_kernel`."""
+    return {"CHUNK": _COPY_ELEMENTS}
