@@ -4,31 +4,39 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST_VENV := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
+# Its interpreter fails with numpy 2.4.
+OLDEST_TRITON := "triton==3.6.0" "numpy<2.4"
 # Pinned so that pip takes the CPU build where one is at hand. A torch that $(PYTHON) already has (a GPU build, say) is
 # used as it is: the environment then sees the packages of $(PYTHON).
 TORCH ?= torch==2.13.0
 SITE := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-slow test-oldest check format bench clean
+.PHONY: demo test test-slow test-oldest check aot format bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m eval
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
 
-# The contract with transformers, on the oldest supported version.
+# The contracts with transformers and Triton, on their oldest supported versions.
 test-oldest: $(OLDEST_VENV)/.ready
-	$(OLDEST_VENV)/bin/python -m pytest -m "not slow" tests/test_contract.py tests/test_parity.py tests/test_activation.py
+	$(OLDEST_VENV)/bin/python -m pytest -n auto -m "not slow" tests/test_contract.py tests/test_parity.py \
+		tests/test_activation.py tests/test_compile.py tests/kernels/test_triton.py
+	$(OLDEST_VENV)/bin/python -m hf_paged_cache.kernels.aot --targets sm_90
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Compiles the GPU kernels for all architectures, which needs no GPU.
+aot: $(VENV)/.ready
+	$(BIN)/python -m hf_paged_cache.kernels.aot
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
@@ -50,5 +58,5 @@ $(VENV)/.ready: pyproject.toml
 $(OLDEST_VENV)/.ready: pyproject.toml
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(SITE) $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -c "import torch" 2>/dev/null || $(OLDEST_VENV)/bin/python $(PIP) "$(TORCH)"
-	$(OLDEST_VENV)/bin/python $(PIP) -e ".[dev]" "transformers==$(OLDEST_TRANSFORMERS)"
+	$(OLDEST_VENV)/bin/python $(PIP) -e ".[dev]" "transformers==$(OLDEST_TRANSFORMERS)" $(OLDEST_TRITON)
 	touch $@
