@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import compat, masks
+from . import compat, compiled, masks
 from .errors import CacheMismatchError, PagedCacheError
 from .group import Owner
 from .kernels import dispatch
@@ -92,6 +92,9 @@ def _register(implementation: str) -> None:
 
 
 def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    # Eager functions are trusted after a comparison, and a step that is being compiled cannot make one.
+    paged_when_compiled = implementation == "sdpa"
+
     def paged_attention_forward(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -100,13 +103,27 @@ def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, to
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if torch.compiler.is_compiling():
+            output = compiled.attend(query, key, value, attention_mask, kwargs, paged=paged_when_compiled)
+            if output is not None:
+                return output, None
+            return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
         if type(key) is PagedView and type(value) is PagedView and key.stored is value.stored:
+            attention_mask = _fit(attention_mask, key.stored)
             output = _attend(implementation, module, query, key.stored, attention_mask, kwargs)
             if output is not None:
                 return output, None
         return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
 
     return paged_attention_forward
+
+
+def _fit(mask: torch.Tensor | None, stored: StoredKV) -> torch.Tensor | None:
+    """The mask over the tokens of a view. Masks for static rows are as wide as a row can be."""
+    if mask is None or not stored.state.is_static or mask.dim() != 4:
+        return mask
+    is_wide = mask.shape[3] == stored.state.row_capacity_tokens != stored.end - stored.start
+    return mask[..., stored.start : stored.end] if is_wide else mask
 
 
 def _host_attention(

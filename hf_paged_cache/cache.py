@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from . import compat
+from . import compat, static
 from .attention import activate
 from .config import PagedCacheConfig
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
@@ -48,6 +48,10 @@ class PagedCache(DynamicCache):
             memory. On a CPU memory that was never written is not resident, so a large capacity costs nothing.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
             may take by default; an explicit `max_tokens` is taken at its word.
+        compile: On a GPU, let `generate` compile its decode step and replay it as a CUDA graph. Every row
+            then has its share of the pool from the start, so choose `max_tokens` as (longest sequence) x
+            (rows). Experimental. Without effect on other devices and for models with layers that are not
+            paged.
 
     Raises:
         PagedCacheError: An argument is out of range or of the wrong type.
@@ -63,9 +67,10 @@ class PagedCache(DynamicCache):
         kv_cache_dtype: str = "auto",
         max_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        compile: bool = False,
     ) -> None:
-        settings = PagedCacheConfig(block_size, kv_cache_dtype, max_tokens, gpu_memory_utilization)
-        config, _ = compat.resolve_config(config_or_model)
+        settings = PagedCacheConfig(block_size, kv_cache_dtype, max_tokens, gpu_memory_utilization, compile)
+        config, model = compat.resolve_config(config_or_model)
         specs = compat.layer_specs(config)
         paged = {
             index: spec
@@ -81,7 +86,9 @@ class PagedCache(DynamicCache):
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
         self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
-        activate(config_or_model)
+        self._state.can_be_static = compile and not self._host_layers() and not config.is_encoder_decoder
+        self._expected_device = compat.device_type(model)
+        self._state.is_attended = activate(config_or_model)
 
     def _make_layer(self, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
         if spec.layer_type not in compat.PAGED_LAYER_TYPES:
@@ -121,8 +128,15 @@ class PagedCache(DynamicCache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens per row that a layer has seen."""
-        return compat.CachedLength(super().get_seq_length(layer_idx))
+        """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
+        length: Any = super().get_seq_length(layer_idx)
+        return length if isinstance(length, torch.Tensor) else compat.CachedLength(length)  # type: ignore[return-value]
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Position of the next query; a tensor where the host would have to wait for the number."""
+        if self._state.is_static and self._state.batch:
+            return self.layers[layer_idx].length_tensor()
+        return self.get_seq_length(layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row and give their blocks back.
@@ -134,6 +148,7 @@ class PagedCache(DynamicCache):
         Raises:
             PagedCacheError: A window layer no longer holds what the shorter length needs.
         """
+        self._state.pull()
         count = compat.tokens_to_remove(tokens_to_remove, self._state.step_end)
         self._state.check_crop(count)
         for layer in self._host_layers():
@@ -182,16 +197,17 @@ class PagedCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """False: the decode step works on integers of the host."""
-        return False
+        """Whether `generate` may compile the decode step: asked for by `compile=True`, and on a GPU."""
+        if self._state.groups:
+            return self._state.is_static
+        return self._state.can_be_static and self._expected_device in static.DEVICES
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         for layer in self.layers:
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
     def __repr__(self) -> str:
-        state = self._state
-        stats = self.stats()
+        stats, state = self.stats(), self._state
         return (
             f"PagedCache({len(self.layers)} layers, {state.batch} rows x {state.step_end} tokens, "
             f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_size}, "
@@ -202,6 +218,7 @@ class PagedCache(DynamicCache):
 
     def stats(self) -> CacheStats:
         """Counts of rows, tokens and blocks."""
+        self._state.pull()
         groups = self._state.groups
         pools = [group.manager.pool for group in groups]
         return CacheStats(
@@ -228,6 +245,7 @@ class PagedCache(DynamicCache):
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost, or counts, tables and layers disagree."""
+        self._state.pull()
         self._state.check_integrity()
 
     def _paged_layers(self) -> list[PagedLayer]:

@@ -94,6 +94,14 @@ def layer_specs(config: PreTrainedConfig) -> list[tuple[LayerSpec, dict[str, Any
     return found
 
 
+def device_type(model: torch.nn.Module | None) -> str:
+    """Type of the device that a model computes on; without a model, that of the fastest there is."""
+    parameter = None if model is None else next(model.parameters(), None)
+    if parameter is not None:
+        return parameter.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Longest sequence the model was made for, if its config says."""
     decoder = config.get_text_config(decoder=True)
@@ -204,14 +212,19 @@ def is_plain_causal(mask_function: object) -> bool:
     return mask_function is _masking.causal_mask_function
 
 
-@cache
+_eager_functions: dict[type, Callable[..., Any]] = {}
+
+
 def _eager_function(module_class: type) -> Callable[..., Any]:
     """Eager attention is no registered name: every modeling file has its own."""
+    if module_class in _eager_functions:  # no functools.cache: compiled steps come by here
+        return _eager_functions[module_class]
     forward: Any = module_class.forward  # type: ignore[attr-defined]  # every torch module has one
     files = [forward.__module__, *(base.__module__ for base in module_class.__mro__)]
     for file in files:
         function = getattr(sys.modules.get(file), "eager_attention_forward", None)
         if function is not None:
+            _eager_functions[module_class] = function
             return function  # type: ignore[no-any-return]  # the host is untyped
     raise CacheMismatchError(
         f"{module_class.__name__} has no `eager_attention_forward` beside it, so its eager attention cannot "

@@ -25,6 +25,7 @@ class PagedCacheConfig:
             model's `max_position_embeddings` for every sequence, cut to `gpu_memory_utilization`.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
             may take.
+        compile: Keep a decode step such that `torch.compile` can trace it, where the device is a GPU.
 
     Raises:
         PagedCacheError: A value is out of range; the message names it.
@@ -34,6 +35,7 @@ class PagedCacheConfig:
     kv_cache_dtype: str = "auto"
     max_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
+    compile: bool = False
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -57,6 +59,10 @@ class PagedCacheConfig:
             raise PagedCacheError(
                 f"gpu_memory_utilization must be a share above 0 and up to 1, got {share!r}; 0.9 is the "
                 "default"
+            )
+        if not isinstance(self.compile, bool):
+            raise PagedCacheError(
+                f"compile must be True or False, got {self.compile!r}; False is the default"
             )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .blocks import BlockManager, Reservation
-from .kernels.problem import NULL_BLOCK, LayerBlocks
+from .kernels.problem import NULL_BLOCK, LayerBlocks, RowLengths
 from .kv_pool import KVPool, PoolShape
 from .spec import LayerSpec
 
@@ -66,9 +66,11 @@ class LayerGroup:
         self.manager = BlockManager(num_blocks, block_size, window=window)
         self.pools: list[KVPool] = []
         self._row_blocks = row_blocks
+        self._tokens = 0
         self.owners: dict[int, Owner] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
+        self._lengths: dict[torch.device, RowLengths] = {}
 
     @property
     def block_size(self) -> int:
@@ -92,8 +94,9 @@ class LayerGroup:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the block tables that kernels read."""
-        return sum(table.nbytes for table in self._tables.values())
+        """Bytes of the block tables and lengths that kernels read."""
+        lengths = (held.on_device for held in self._lengths.values())
+        return sum(tensor.nbytes for tensor in (*self._tables.values(), *lengths))
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
@@ -108,7 +111,8 @@ class LayerGroup:
             )
             self.pools.append(pool)
         slot = pool.claim_slot()
-        blocks = LayerBlocks(pool.keys[:, slot], pool.values[:, slot], self._table_on(shape.device))
+        table = self._table_on(shape.device)
+        blocks = LayerBlocks(pool.keys[:, slot], pool.values[:, slot], table, self._lengths.get(shape.device))
         self._layers[layer_idx] = (pool, slot, blocks)
         return blocks
 
@@ -119,6 +123,50 @@ class LayerGroup:
             for pool in self.pools:
                 pool.copy_blocks(src, dst)
         self.sync_tables(reservation.changed_from)
+        self.set_length(reservation.end)
+
+    def set_length(self, tokens: int) -> None:
+        """Tell kernels of a GPU how many tokens every row has."""
+        self._tokens = tokens
+        for lengths in self._lengths.values():
+            lengths.set(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of every row."""
+        return self.manager.num_tokens
+
+    def start(self, batch: int) -> None:
+        """Begin with so many empty rows."""
+        self.manager.start(batch)
+        self._tokens = 0
+        self.sync_tables()
+
+    def reset(self) -> None:
+        """Forget the rows and give their blocks back."""
+        self.manager.reset()
+        self.owners.clear()
+        self._tokens = 0
+
+    def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
+        """Make room for new tokens of every row; the caller has seen that there is room."""
+        reservation = self.manager.reserve(new_tokens, keep_history=keep_history)
+        assert reservation is not None, "room was checked for every group before any was reserved"
+        self.apply(reservation)
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Raise what `crop` would raise; changes nothing."""
+        self.manager.check_crop(num_tokens)
+
+    def crop(self, num_tokens: int) -> None:
+        """Cut every row down to its first tokens."""
+        self.manager.crop(num_tokens)
+        self.set_length(num_tokens)
+
+    def release_outside_window(self) -> None:
+        """Give back what was only kept for a roll-back."""
+        if self.manager.release_outside_window():
+            self.sync_tables()
 
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference."""
@@ -137,20 +185,25 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
         """A copy with pools of its own, into which only the blocks in use are written."""
-        twin = LayerGroup.__new__(LayerGroup)
+        twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
         used = self._used_blocks()
         twin.manager = copy.deepcopy(self.manager, memo)
         twin.owners = dict(self.owners)
         twin._tables = {device: table.clone() for device, table in self._tables.items()}
+        twin._lengths = {
+            device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
+        }
         pools = {id(pool): pool.copy(self.num_blocks, used) for pool in self.pools}
         twin.pools = list(pools.values())
         twin._layers = {}
         for index, (pool, slot, blocks) in self._layers.items():
             mine = pools[id(pool)]
-            table = twin._tables[pool.shape.device]
-            copied = memo[id(blocks)] = LayerBlocks(mine.keys[:, slot], mine.values[:, slot], table)
+            device = pool.shape.device
+            copied = memo[id(blocks)] = LayerBlocks(
+                mine.keys[:, slot], mine.values[:, slot], twin._tables[device], twin._lengths.get(device)
+            )
             twin._layers[index] = (mine, slot, copied)
         return twin
 
@@ -181,20 +234,30 @@ class LayerGroup:
             _write_rows(self._new_table(device, rows), rows, 0)
         return self._tables[device]
 
-    @staticmethod
-    def _fits(table: torch.Tensor, rows: list[list[int]]) -> bool:
+    def _columns(self, longest: int) -> int:
+        """Columns of a new table, for rows of which the longest has so many blocks."""
+        return max(self._row_blocks, 2 * longest)
+
+    def _has_lengths(self, device: torch.device) -> bool:
+        """Whether kernels read lengths there, and not from the host."""
+        return device.type != "cpu"
+
+    def _fits(self, table: torch.Tensor, rows: list[list[int]]) -> bool:
         return table.shape[0] == len(rows) and all(len(row) <= table.shape[1] for row in rows)
 
     def _new_table(self, device: torch.device, rows: list[list[int]]) -> torch.Tensor:
-        """A table that rows do not outgrow, handed to every layer on that device."""
+        """A table that rows do not outgrow and lengths for as many rows, for every layer on that device."""
         longest = max((len(row) for row in rows), default=0)
-        columns = max(self._row_blocks, 2 * longest)
+        columns = self._columns(longest)
         with torch.inference_mode(False):
             table = torch.full((len(rows), columns), NULL_BLOCK, dtype=torch.int32, device=device)
+            if self._has_lengths(device):
+                lengths = torch.full((len(rows),), self._tokens, dtype=torch.int32, device=device)
+                self._lengths[device] = RowLengths(self._tokens, lengths)
         self._tables[device] = table
         for pool, _, blocks in self._layers.values():
             if pool.shape.device == device:
-                blocks.table, blocks.native = table, None
+                blocks.table, blocks.lengths, blocks.native = table, self._lengths.get(device), None
         return table
 
 
@@ -210,4 +273,7 @@ def _write_rows(table: torch.Tensor, rows: list[list[int]], from_column: int) ->
     padded = np.full((len(rows), width), NULL_BLOCK, dtype=np.int32)
     for index, row in enumerate(rows):
         padded[index, : len(row) - from_column] = row[from_column:]
-    table[:, from_column : from_column + width] = torch.from_numpy(padded).to(table.device, non_blocking=True)
+    # Pinned, so that the host need not wait until the device has read it.
+    sent = torch.from_numpy(padded)
+    sent = sent.pin_memory() if table.device.type == "cuda" else sent
+    table[:, from_column : from_column + width] = sent.to(table.device, non_blocking=True)

@@ -8,11 +8,13 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from . import compiled
 from .errors import CacheMismatchError, PagedCacheError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
-from .masks import PagedLength
+from .masks import PagedLength, StaticLength
 from .state import CacheState
+from .static import StaticGroup
 from .view import PagedView, StoredKV
 
 
@@ -25,7 +27,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     is_sliding = False
     is_croppable = True
-    is_compileable = False
 
     def __init__(self, state: CacheState, layer_idx: int) -> None:
         self._state = state
@@ -61,6 +62,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             PoolExhausted: No room; nothing was written in any layer.
         """
         state = self._state
+        if state.is_static:
+            if torch.compiler.is_compiling():
+                return self._update_compiled(key_states, value_states)
+            if state.tokens[self.layer_idx] == state.step_end:
+                state.pull()
         self._check(key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         if start != state.step_start or start + new_tokens != state.step_end or not new_tokens:
@@ -93,19 +99,34 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "tokens per row, and the prompt has no more than that; pass a longer prompt, "
                 "`cache.crop(...)` what differs, or `cache.reset()`"
             )
-        if self._state.has_host_states:
-            self._state.check_room(query_length)
-        tokens = self.get_seq_length()
+        state = self._state
+        if state.is_static:
+            if torch.compiler.is_compiling():
+                return state.row_capacity_tokens, 0
+            if query_length == 1:
+                return StaticLength(state.row_capacity_tokens, state.check_static_room), 0
+            state.pull()
+        if state.has_host_states:
+            state.check_room(query_length)
+        tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
         return PagedLength(tokens - first + query_length), first
 
     def get_seq_length(self) -> int:
-        """Tokens per row that this layer has seen."""
+        """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
+        if self._state.is_static:
+            if torch.compiler.is_compiling():
+                return self.length_tensor()  # type: ignore[return-value]  # as static layers of the host do
+            self._state.pull()
         return self._state.tokens[self.layer_idx]
 
+    def length_tensor(self) -> torch.Tensor:
+        """Tokens of a static row, as the device knows it; the host does not wait for it."""
+        return self._static_group().length_tensor(self.layer_idx)
+
     def get_max_length(self) -> int:
-        """-1: no fixed length per row; the pool bounds the sum over rows."""
-        return -1
+        """Tokens that a static row can hold, otherwise -1: the pool bounds the sum over rows."""
+        return self._state.row_capacity_tokens if self._state.is_static else -1
 
     # --- what people read -----------------------------------------------------------------------------------
 
@@ -120,6 +141,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         """Stored V `[batch, kv_heads, tokens, v_head_dim]`, dense when touched; None if there is none."""
         views = self._stored_views()
         return views[1] if views else None
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]  # an attribute in the host
+        """Whether a decode step of this layer can be compiled."""
+        return self._state.is_static
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute in the host
@@ -196,6 +222,28 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
         return stored.views()
+
+    def _static_group(self) -> StaticGroup:
+        group = self._state.group_of(self.layer_idx)
+        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
+        return group
+
+    def _update_compiled(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._state.batch:
+            compiled.refuse(
+                "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
+                "call the model itself for it, as `generate` does, and the compiled one after"
+            )
+        group = self._static_group()
+        return compiled.update(
+            group.static_blocks[self.layer_idx],
+            group.window,
+            key_states,
+            value_states,
+            remember=self._state.is_attended,
+        )
 
     def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         try:

@@ -25,6 +25,22 @@ class PagedLength(int):
     """
 
 
+class StaticLength(PagedLength):
+    """The key length of rows whose blocks are all there: what a row can hold.
+
+    Attributes:
+        check_room: Raises if a row cannot have so many tokens.
+    """
+
+    check_room: Callable[[int], None]
+
+    def __new__(cls, tokens: int, check_room: Callable[[int], None]) -> StaticLength:
+        """A length of so many tokens."""
+        length = super().__new__(cls, tokens)
+        length.check_room = check_room
+        return length
+
+
 class LazyMask(LazyTensor):
     """Stands for a causal 4-D mask `[batch, 1, q_tokens, kv_tokens]`.
 
@@ -72,15 +88,22 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
 
     def paged_mask(*args: Any, **kwargs: Any) -> Any:
         host = compat.mask_function(implementation)
-        if not isinstance(kwargs.get("kv_length"), PagedLength):
+        length = kwargs.get("kv_length")
+        if not isinstance(length, PagedLength):
             return host(*args, **kwargs)
+        if isinstance(length, StaticLength):
+            mask = kwargs.get("attention_mask")
+            if mask is not None and mask.dim() == 2:
+                # A compiled step cannot ask for room, but the mask tells how many tokens there will be.
+                length.check_room(mask.shape[1])
+            return host(*args, **kwargs | {"kv_length": int(length)})
         _check_length(kwargs)
         shape = _causal_shape(kwargs)
         if shape is None:
             return host(*args, **kwargs)
         batch, q_tokens, kv_tokens, padding = shape
-        if padding is not None and bool(padding.all()):
-            padding = None
+        if padding is not None and (padding.is_cpu or q_tokens == kv_tokens) and bool(padding.all()):
+            padding = None  # on a GPU the question would make the host wait, so only a prompt asks it
         if implementation == "sdpa" and padding is None and (q_tokens == 1 or q_tokens == kv_tokens):
             return None  # what the host returns here
         dtype = torch.bool if implementation == "sdpa" else kwargs.get("dtype", torch.float32)

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 import torch
 
+from . import static
+from .capacity import Capacity
 from .config import PagedCacheConfig
 from .errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from .group import LayerGroup
 from .kernels.problem import LayerBlocks
-from .memory import free_memory_bytes
+from .kv_pool import PoolShape
 from .spec import LayerSpec
-
-_DEFAULT_CAPACITY_TOKENS = 8192
-"""Tokens per sequence for a config that names no `max_position_embeddings`."""
+from .static import StaticGroup
 
 
 class CacheState:
@@ -39,6 +39,10 @@ class CacheState:
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
         has_host_states: Other layers of the cache keep recurrent states, which cannot be taken back.
         broken: A forward failed after such a state had moved on; only a reset helps.
+        is_attended: Whether attention of this package reads the cache.
+        can_be_static: Whether the model's layers and the settings allow compiled steps.
+        is_static: Whether steps can be compiled: every row has its blocks from the start. Then `tokens`,
+            `step_start` and `step_end` are what they were at the last `pull`.
     """
 
     def __init__(
@@ -52,8 +56,11 @@ class CacheState:
         self.record_past = False
         self.has_host_states = False
         self.broken = False
+        self.is_attended = False
+        self.can_be_static = False
+        self.is_static = False
         self._specs = specs
-        self._max_positions = max_positions or _DEFAULT_CAPACITY_TOKENS
+        self._capacity = Capacity(config, specs, max_positions)
         self._last_written: int | None = None
         self._groups: dict[int | None, LayerGroup] = {}
 
@@ -99,10 +106,46 @@ class CacheState:
             raise
         self.step_start, self.step_end = start, start + new_tokens
 
+    def check_static_room(self, tokens: int) -> None:
+        """Raise PoolExhausted if static rows cannot have so many tokens."""
+        if tokens > self.row_capacity_tokens:
+            raise self._no_room(tokens, self.row_capacity_tokens, self.batch)
+
     def check_room(self, new_tokens: int) -> None:
         """Raise PoolExhausted if a forward of so many tokens would, before any layer has run."""
         for group in self.groups if self.batch else ():
             self._make_room(group, self.step_end, new_tokens)
+
+    def pull(self) -> None:
+        """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.
+
+        Raises:
+            PoolExhausted: They went on when rows were full, so their last results are no numbers.
+        """
+        if not (self.is_static and self.batch):
+            return
+        length = max(group.pull_length() for group in self.groups if isinstance(group, StaticGroup))
+        if length == self.step_end:
+            return
+        self.tokens = {
+            index: length if count == self.step_end else count for index, count in self.tokens.items()
+        }
+        self.step_start = self.step_end = length
+        capacity = self.row_capacity_tokens
+        if length > capacity:
+            raise PoolExhausted(
+                f"compiled steps have fed {length} tokens per row, and a row holds {capacity}; what they "
+                "returned since is NaN. `cache.reset()`, and make the cache with a larger `max_tokens` "
+                "(over all rows)",
+                needed_blocks=-(-length // self.config.block_size),
+                free_blocks=0,
+                block_size=self.config.block_size,
+            )
+
+    @property
+    def row_capacity_tokens(self) -> int:
+        """Tokens that a static row can hold."""
+        return min(group.capacity_tokens for group in self.groups if isinstance(group, StaticGroup))
 
     def written(self, layer_idx: int) -> None:
         """Note that a layer holds the tokens of this step."""
@@ -134,15 +177,14 @@ class CacheState:
         if self.record_past:
             # What a rejected draft could have needed is settled now.
             for group in self.groups:
-                if group.manager.release_outside_window():
-                    group.sync_tables()
+                group.release_outside_window()
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what `crop` would raise; changes nothing."""
         num_tokens = self.step_end - tokens_to_remove
         try:
             for group in self.groups if num_tokens > 0 else ():
-                group.manager.check_crop(num_tokens)
+                group.check_crop(num_tokens)
         except ValueError as error:
             raise PagedCacheError(
                 f"cannot crop to {num_tokens} tokens: {error}. Call `cache.activate_past_recording()` before "
@@ -153,6 +195,7 @@ class CacheState:
         """Make the rows copies of the given old rows, by reference; their number may change."""
         if not self.batch:
             return
+        self.pull()
         bad = [row for row in row_indices if not -self.batch <= row < self.batch]
         if bad or not row_indices:
             raise PagedCacheError(
@@ -167,8 +210,7 @@ class CacheState:
     def reset(self) -> None:
         """Forget all rows and give their blocks back; pools stay."""
         for group in self.groups:
-            group.manager.reset()
-            group.owners.clear()
+            group.reset()
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
         self._last_written = None
@@ -177,9 +219,8 @@ class CacheState:
         """Raise an AssertionError if blocks were lost or the layers disagree."""
         for group in self.groups:
             group.manager.check_integrity()
-            assert group.manager.num_tokens in (self.step_end, 0), (
-                f"the group of window {group.window} has {group.manager.num_tokens} tokens, the cache "
-                f"{self.step_end}"
+            assert group.num_tokens in (self.step_end, 0), (
+                f"the group of window {group.window} has {group.num_tokens} tokens, the cache {self.step_end}"
             )
         counts = set(self.tokens.values()) - {0}
         assert counts <= {self.step_end, self.step_start}, (
@@ -220,95 +261,66 @@ class CacheState:
 
     def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, new_tokens = key_states.shape[0], key_states.shape[2]
-        capacity = self._capacity_blocks(batch, new_tokens, key_states, value_states)
-        if any(group.num_blocks < capacity[window] for window, group in self._groups.items()):
+        if not self._groups:
+            self.is_static = self.can_be_static and key_states.device.type in static.DEVICES
+        capacity = self._capacity.wanted_blocks(
+            batch,
+            new_tokens,
+            PoolShape.of(key_states, value_states),
+            keep_history=self.record_past,
+            is_static=self.is_static,
+        )
+        if self.is_static:
+            self._fit_static_rows(batch, new_tokens, capacity)
+        elif any(group.num_blocks < capacity[window] for window, group in self._groups.items()):
             for group in self.groups:
                 group.grow(max(group.num_blocks, capacity[group.window]))
-        if not self._groups:
-            for window in capacity:
-                specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
-                self._groups[window] = LayerGroup(
-                    window,
-                    specs,
-                    num_blocks=capacity[window],
-                    block_size=self.config.block_size,
-                    row_blocks=-(-(self.config.max_tokens or self._max_positions) // self.config.block_size),
-                )
+        for window in () if self._groups else tuple(capacity):
+            specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
+            self._groups[window] = (StaticGroup if self.is_static else LayerGroup)(
+                window,
+                specs,
+                num_blocks=capacity[window],
+                block_size=self.config.block_size,
+                row_blocks=capacity[window] // batch if self.is_static else self._capacity.row_blocks,
+            )
         for group in self.groups:
-            group.manager.start(batch)
-            group.sync_tables()
+            group.start(batch)
         self.batch = batch
 
-    def _capacity_blocks(
-        self,
-        batch: int,
-        new_tokens: int,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-    ) -> dict[int | None, int]:
-        """Blocks of each group: as asked for, or the model's length for every row, cut to the memory."""
-        size = self.config.block_size
-        full = self._full_blocks(batch)
-        wanted = {
-            window: full if window is None else min(full, batch * self._window_blocks(window, new_tokens))
-            for window in dict.fromkeys(spec.window for spec in self._specs.values())
-        }
-        if self.config.max_tokens is not None:
-            return wanted
-        per_token = (
-            key_states.shape[1] * (key_states.shape[3] + value_states.shape[3]) * key_states.element_size()
-        )
-        layers = {window: sum(spec.window == window for spec in self._specs.values()) for window in wanted}
-        wanted_bytes = sum(blocks * layers[window] * size * per_token for window, blocks in wanted.items())
-        budget = self.config.gpu_memory_utilization * free_memory_bytes(key_states.device)
-        if wanted_bytes <= budget:
-            return wanted
-        return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}
-
-    def _full_blocks(self, batch: int) -> int:
-        """Blocks that hold the capacity however its tokens are spread over the rows."""
-        size = self.config.block_size
-        if self.config.max_tokens is None:
-            return batch * -(-self._max_positions // size)
-        return (self.config.max_tokens + batch * (size - 1)) // size
-
-    def _ceiling_blocks(self, group: LayerGroup) -> int:
-        """Blocks that a group may have: what full rows take, cut to the memory.
-
-        A pool is sized for the rows it starts with. Rows that were repeated, and windows that are kept for a
-        roll-back, can want more than that, up to what was asked for.
-        """
-        full = self._full_blocks(self.batch)
-        block_bytes = sum(pool.bytes_per_block for pool in group.pools)
-        if self.config.max_tokens is not None or not block_bytes:
-            return full
-        budget = self.config.gpu_memory_utilization * free_memory_bytes(group.pools[0].shape.device)
-        return min(full, int(budget / block_bytes))
-
-    def _window_blocks(self, window: int, new_tokens: int) -> int:
-        """Blocks a row of a window layer holds: the old window, the new one, the edges of both."""
-        size = self.config.block_size
-        kept = -(-window // size) + 1
-        return 2 * kept + (-(-new_tokens // size) if self.record_past else 0)
+    def _fit_static_rows(self, batch: int, new_tokens: int, capacity: dict[int | None, int]) -> None:
+        """Share the pools out evenly over the rows, in the groups that there are."""
+        row_blocks = min(capacity.values()) // batch
+        if new_tokens > row_blocks * self.config.block_size:
+            raise self._no_room(new_tokens, row_blocks * self.config.block_size, batch)
+        capacity.update(dict.fromkeys(capacity, row_blocks * batch))
+        for group in self.groups:
+            assert isinstance(group, StaticGroup), "a cache is static from its first update on, or never"
+            group.resize(row_blocks, row_blocks * batch)
 
     def _reserve(self, start: int, new_tokens: int) -> None:
         keep = self.record_past
         for group in self.groups:
             self._make_room(group, start, new_tokens)
         for group in self.groups:
-            reservation = group.manager.reserve(new_tokens, keep_history=keep)
-            assert reservation is not None, "room was checked for every group before any was reserved"
-            group.apply(reservation)
+            group.reserve(new_tokens, keep_history=keep)
 
     def _make_room(self, group: LayerGroup, start: int, new_tokens: int) -> None:
         """Raise unless the group can take the new tokens, growing it where its rows have become more."""
+        if isinstance(group, StaticGroup):
+            if start + new_tokens > group.capacity_tokens:
+                raise self._no_room(start + new_tokens, group.capacity_tokens, self.batch)
+            return
         pool = group.manager.pool
         needed = group.manager.blocks_needed(new_tokens, keep_history=self.record_past)
         if pool.can_allocate(needed):
             return
         free = pool.num_free + pool.num_pending
         missing = needed - free
-        grown = min(max(2 * group.num_blocks, group.num_blocks + missing), self._ceiling_blocks(group))
+        grown = min(
+            max(2 * group.num_blocks, group.num_blocks + missing),
+            self._capacity.ceiling_blocks(group.pools, self.batch),
+        )
         if grown - group.num_blocks >= missing:
             group.grow(grown)
             return
@@ -323,13 +335,25 @@ class CacheState:
             block_size=self.config.block_size,
         )
 
+    def _no_room(self, tokens: int, capacity: int, rows: int) -> PoolExhausted:
+        """What to raise when static rows cannot be that long."""
+        size = self.config.block_size
+        return PoolExhausted(
+            f"{tokens} tokens in each of {rows} rows: with compile=True every row has the same share of the "
+            f"pool, here {capacity} tokens; nothing was written. Ways out: `PagedCache(..., "
+            f"max_tokens={tokens * rows})` or more, a smaller batch, `cache.crop(...)`, `cache.reset()`",
+            needed_blocks=rows * -(-tokens // size),
+            free_blocks=0,
+            block_size=size,
+        )
+
     def _crop_to(self, num_tokens: int) -> None:
         if not num_tokens:
             self.reset()
             return
         self.check_crop(self.step_end - num_tokens)
         for group in self.groups:
-            group.manager.crop(num_tokens)
+            group.crop(num_tokens)
         self.tokens = {index: min(count, num_tokens) for index, count in self.tokens.items()}
         self.step_start = self.step_end = num_tokens
         self._last_written = None

@@ -27,7 +27,7 @@ from transformers import (
 
 from hf_paged_cache import PagedCache, PagedCacheError, disable, enable, paged_attention
 from hf_paged_cache.attention import NAME_PREFIX
-from hf_paged_cache.compat import _eager_function
+from hf_paged_cache.compat import _eager_functions
 
 SIZES = {
     "vocab_size": 97,
@@ -291,10 +291,10 @@ def test_an_eager_function_of_a_models_own_is_found_out_layer_by_layer(
         return usual(attention, *args, scaling=scaling / (1 + attention.layer_idx), **kwargs)
 
     monkeypatch.setattr(module, "eager_attention_forward", own)
-    _eager_function.cache_clear()
+    _eager_functions.clear()
     want = greedy(model)
     assert torch.equal(greedy(model, past_key_values=PagedCache(model, block_size=16)), want)
-    _eager_function.cache_clear()
+    _eager_functions.clear()
 
 
 def test_dropout_over_history_in_training_is_refused() -> None:

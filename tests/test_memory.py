@@ -148,7 +148,7 @@ def test_default_capacity_is_the_models_length_for_every_row() -> None:
 
 def test_default_capacity_is_cut_to_the_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = 2 * 3 * 2 * 16 * 4 * 64
-    monkeypatch.setattr("hf_paged_cache.state.free_memory_bytes", lambda device: 10 * per_block)
+    monkeypatch.setattr("hf_paged_cache.capacity.free_memory_bytes", lambda device: 10 * per_block)
     cache = PagedCache(LlamaConfig(**SIZES), block_size=64, gpu_memory_utilization=0.5)
     keys = torch.zeros(3, 2, 1, 16)
     for layer in range(3):

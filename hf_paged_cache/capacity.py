@@ -1,0 +1,89 @@
+"""How many blocks the pools of a cache get."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from .config import PagedCacheConfig
+from .kv_pool import KVPool, PoolShape
+from .memory import free_memory_bytes
+from .spec import LayerSpec
+
+_DEFAULT_TOKENS = 8192
+"""Tokens per sequence for a config that names no `max_position_embeddings`."""
+
+
+class Capacity:
+    """Sizes of pools: as asked for, or the model's length for every row, cut to the memory.
+
+    Args:
+        config: Settings.
+        specs: Layer index -> what the config says of that layer.
+        max_positions: Longest sequence the model was made for, if its config says.
+    """
+
+    def __init__(
+        self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
+    ) -> None:
+        self._config = config
+        self._max_positions = max_positions or _DEFAULT_TOKENS
+        self._layers = Counter(spec.window for spec in specs.values())
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of the longest row that is expected."""
+        return -(-(self._config.max_tokens or self._max_positions) // self._config.block_size)
+
+    def wanted_blocks(
+        self, batch: int, new_tokens: int, shape: PoolShape, *, keep_history: bool, is_static: bool
+    ) -> dict[int | None, int]:
+        """Blocks of each group, by window.
+
+        Args:
+            batch: Rows.
+            new_tokens: Of the first forward.
+            shape: Of one layer; the others are taken to be as large.
+            keep_history: Windows keep what they would drop.
+            is_static: Windows drop nothing at all.
+        """
+        size, full = self._config.block_size, self._full_blocks(batch)
+        wanted = {
+            window: full
+            if window is None or is_static
+            else min(full, batch * self._window_blocks(window, new_tokens if keep_history else 0))
+            for window in self._layers
+        }
+        if self._config.max_tokens is not None:
+            return wanted
+        layer_blocks = sum(blocks * self._layers[window] for window, blocks in wanted.items())
+        wanted_bytes = layer_blocks * size * shape.bytes_per_token()
+        budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device)
+        if wanted_bytes <= budget:
+            return wanted
+        return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}
+
+    def ceiling_blocks(self, pools: Sequence[KVPool], batch: int) -> int:
+        """Blocks that a group may have: what full rows take, cut to the memory.
+
+        A pool is sized for the rows it starts with. Rows that were repeated, and windows that are kept for a
+        roll-back, can want more than that, up to what was asked for.
+        """
+        full = self._full_blocks(batch)
+        block_bytes = sum(pool.bytes_per_block for pool in pools)
+        if self._config.max_tokens is not None or not block_bytes:
+            return full
+        budget = self._config.gpu_memory_utilization * free_memory_bytes(pools[0].shape.device)
+        return min(full, int(budget / block_bytes))
+
+    def _full_blocks(self, batch: int) -> int:
+        """Blocks that hold the capacity however its tokens are spread over the rows."""
+        size = self._config.block_size
+        if self._config.max_tokens is None:
+            return batch * -(-self._max_positions // size)
+        return (self._config.max_tokens + batch * (size - 1)) // size
+
+    def _window_blocks(self, window: int, kept_tokens: int) -> int:
+        """Blocks a row of a window layer holds: the old window, the new one, the edges of both."""
+        size = self._config.block_size
+        return 2 * (-(-window // size) + 1) + -(-kept_tokens // size)

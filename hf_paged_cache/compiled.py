@@ -1,0 +1,134 @@
+"""What a layer does in a decode step that `torch.compile` traces.
+
+No views here: tensors without storage cannot be traced. `update` returns dense K and V, as any attention
+could want them, and remembers beside them where they came from. The attention of this package finds that,
+reads the blocks, and leaves the dense tensors unused, so that the compiler drops what would have made them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from .errors import CacheMismatchError
+from .kernels.problem import StaticBlocks
+
+
+@dataclass(slots=True, eq=False)
+class _Updated:
+    """The layer that was updated last: its dense K and V, and the blocks behind them."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    blocks: StaticBlocks
+    window: int | None
+
+
+_last: list[_Updated] = []
+
+
+def update(
+    blocks: StaticBlocks,
+    window: int | None,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    *,
+    remember: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write new K and V; return all slots of all rows.
+
+    Args:
+        blocks: The layer's.
+        window: Tokens a query sees, or None for all.
+        key_states: `[batch, kv_heads, new tokens, head_dim]`.
+        value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
+        remember: Whether attention of this package follows. What is never asked for would leave the step as
+            one more result of it.
+
+    Returns:
+        K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
+
+    Raises:
+        CacheMismatchError: Another number of rows than the cache holds, or a gradient is wanted.
+    """
+    ops = torch.ops.hf_paged_cache
+    rows = blocks.table.shape[0]
+    if key_states.shape[0] != rows:
+        refuse(
+            f"the cache holds {rows} rows, got K {tuple(key_states.shape)}; `cache.reset()` for a new batch"
+        )
+    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        refuse(
+            "a compiled step over a PagedCache has no backward; call it under `torch.no_grad()`, or without "
+            "torch.compile"
+        )
+    if blocks.advances:
+        blocks.lengths.add_(key_states.shape[2])
+    ops.write(
+        blocks.keys, blocks.values, blocks.layer, blocks.table, blocks.lengths, key_states, value_states
+    )
+    keys, values = ops.gather(blocks.keys, blocks.values, blocks.layer, blocks.table, blocks.lengths)
+    if remember:
+        _last.clear()
+        _last.append(_Updated(keys, values, blocks, window))
+    return keys, values
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    *,
+    paged: bool,
+) -> torch.Tensor | None:
+    """Attention over the blocks behind `key` and `value`, `[batch, q_tokens, q_heads, v_head_dim]`.
+
+    None where there are none, where `paged` is False, or where the kernel cannot answer; then the dense
+    tensors are right.
+    """
+    if not _last:
+        return None
+    updated = _last[0]
+    _last.clear()
+    if not paged or updated.keys is not key or updated.values is not value:
+        return None
+    blocks = updated.blocks
+    if query.dtype != blocks.keys.dtype or not _is_servable(mask, blocks, kwargs):
+        return None
+    scale = kwargs.get("scaling")
+    out: torch.Tensor = torch.ops.hf_paged_cache.attend(
+        query,
+        blocks.keys,
+        blocks.values,
+        blocks.layer,
+        blocks.table,
+        blocks.lengths,
+        query.shape[3] ** -0.5 if scale is None else scale,
+        mask,
+        query.shape[2] > 1,
+        updated.window,
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+    )
+    if blocks.advances:
+        # Rows that are full drop new tokens. Rather no answer than one without them.
+        full = blocks.lengths > blocks.capacity_tokens
+        out = torch.where(full[:, None, None, None], torch.nan, out)
+    return out
+
+
+# Raised while a step is traced, an error would only end the tracing.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
+def refuse(message: str) -> NoReturn:
+    """Raise CacheMismatchError when the step that is being compiled runs."""
+    raise CacheMismatchError(message)
+
+
+def _is_servable(mask: torch.Tensor | None, blocks: StaticBlocks, kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("position_bias") is not None or kwargs.get("dropout"):
+        return False
+    return mask is None or (mask.dim() == 4 and mask.shape[3] == blocks.capacity_tokens)

@@ -1,0 +1,173 @@
+"""Rows whose blocks are all there from the start, so that a decode step can be compiled and replayed.
+
+A compiled step runs no Python: it finds tables, lengths and pools where they were when it was traced, and
+counts new tokens itself, on the device. So a row gets all its blocks at once, tensors stay in place, and the
+host asks for the length when somebody wants to know it. (The static cache of `transformers` works by the same
+rules.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from .errors import BackendUnavailable, PagedCacheError
+from .group import LayerGroup
+from .kernels import dispatch
+from .kernels.problem import LayerBlocks, StaticBlocks
+from .spec import LayerSpec
+
+DEVICES = frozenset({"cuda"})
+"""Device types where compiled steps pay."""
+
+
+class StaticGroup(LayerGroup):
+    """A layer group whose rows have `row_blocks` blocks each, whatever they hold.
+
+    Args:
+        window: Tokens a query sees, or None for all. Blocks outside it stay.
+        specs: Layer index -> what the config says of that layer.
+        num_blocks: Blocks of each pool.
+        block_size: Tokens per block.
+        row_blocks: Blocks of every row.
+
+    Attributes:
+        static_blocks: Layer index -> what a compiled step reads and writes.
+    """
+
+    def __init__(
+        self,
+        window: int | None,
+        specs: dict[int, LayerSpec],
+        *,
+        num_blocks: int,
+        block_size: int,
+        row_blocks: int,
+    ) -> None:
+        super().__init__(window, specs, num_blocks=num_blocks, block_size=block_size, row_blocks=row_blocks)
+        self.static_blocks: dict[int, StaticBlocks] = {}
+        import_module(".kernels.gpu.ops", __package__)  # registers what compiled steps call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaticGroup:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, StaticGroup), "a copy has the class of its original"
+        twin.static_blocks = {}
+        twin._rebuild()
+        return twin
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that a row can hold."""
+        return self._row_blocks * self.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of every row, as far as the host knows."""
+        return self._tokens
+
+    def pull_length(self) -> int:
+        """Tokens of every row, asked of the device."""
+        lengths = next(iter(self._lengths.values()), None)
+        if lengths is not None:
+            self._tokens = int(lengths.on_device[0])
+            for held in self._lengths.values():
+                held.tokens = self._tokens
+        return self._tokens
+
+    def length_tensor(self, layer_idx: int) -> torch.Tensor:
+        """Tokens of a row, as a tensor of no dims on the layer's device."""
+        return self.static_blocks[layer_idx].lengths[0]
+
+    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+        """Give a layer its place, as in `LayerGroup`.
+
+        Raises:
+            BackendUnavailable: The kernels that a compiled step calls cannot serve this layer.
+        """
+        blocks = super().claim(layer_idx, key_states, value_states)
+        name = dispatch.backend_name(blocks)
+        if name != "triton":
+            reason = dict(dispatch.explain(blocks))["triton"]
+            raise BackendUnavailable(
+                f"compile=True needs the Triton kernels, and layer {layer_idx} would be served by {name!r}: "
+                f"{reason} Make the cache without compile=True."
+            )
+        self._rebuild()
+        return blocks
+
+    def start(self, batch: int) -> None:
+        """Begin with so many rows, empty, but with all their blocks."""
+        self.manager.start(batch)
+        reservation = self.manager.reserve(self.capacity_tokens, keep_history=True)
+        assert reservation is not None, "a static pool holds all blocks of its rows"
+        self._tokens = 0
+        self.sync_tables()
+        self.set_length(0)
+        self._rebuild()
+
+    def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
+        """Count new tokens; their blocks are there."""
+        self.set_length(self._tokens + new_tokens)
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Nothing was given back, so any shorter length will do."""
+
+    def crop(self, num_tokens: int) -> None:
+        """Cut every row down to its first tokens; the blocks stay."""
+        self.manager.version += 1
+        self.set_length(num_tokens)
+
+    def release_outside_window(self) -> None:
+        """Nothing: blocks outside the window stay."""
+
+    def reorder(self, row_indices: Sequence[int]) -> None:
+        """Copy rows over each other; a compiled step could not copy a shared block when it writes to one.
+
+        Raises:
+            PagedCacheError: The number of rows would change.
+        """
+        rows = self.manager.tables
+        if len(row_indices) != len(rows):
+            raise PagedCacheError(
+                f"with compile=True the number of rows is fixed: there are {len(rows)}, and "
+                f"{len(row_indices)} were asked for. Make the cache without compile=True"
+            )
+        used = -(-self._tokens // self.block_size)
+        moved = [(source, row) for row, source in enumerate(row_indices) if row != source]
+        src = [block_id for source, _ in moved for block_id in rows[source].ids[:used]]
+        dst = [block_id for _, row in moved for block_id in rows[row].ids[:used]]
+        for pool in self.pools if src else ():
+            pool.copy_blocks(src, dst)
+        self.manager.version += 1
+
+    def resize(self, row_blocks: int, num_blocks: int) -> None:
+        """Other rows: so many blocks each, in pools of so many. Only without rows."""
+        self._row_blocks = row_blocks
+        if num_blocks > self.num_blocks:
+            self.grow(num_blocks)
+
+    def _columns(self, longest: int) -> int:
+        return self._row_blocks
+
+    def _fits(self, table: torch.Tensor, rows: list[list[int]]) -> bool:
+        return table.shape == (len(rows), self._row_blocks)
+
+    def _has_lengths(self, device: torch.device) -> bool:
+        return True
+
+    def _rebuild(self) -> None:
+        """Note where everything lies, and that it will stay there."""
+        seen: set[torch.device] = set()
+        for layer_idx, (pool, slot, blocks) in self._layers.items():
+            assert blocks.lengths is not None, "static groups keep lengths on every device"
+            device = pool.shape.device
+            lengths = blocks.lengths.on_device
+            self.static_blocks[layer_idx] = StaticBlocks(
+                pool.keys, pool.values, slot, blocks.table, lengths, advances=device not in seen
+            )
+            seen.add(device)
+            for tensor in (pool.keys, pool.values, blocks.table, lengths):
+                torch._dynamo.mark_static_address(tensor)
