@@ -26,6 +26,7 @@ from .kernels.prefill import attend_with_history
 from .kernels.problem import Attention
 from .lazy import dense
 from .masks import LazyMask
+from .static import StaticGroup
 from .view import PagedView, StoredKV
 
 logger = logging.getLogger("hf_paged_cache")
@@ -92,8 +93,7 @@ def _register(implementation: str) -> None:
 
 
 def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    # Eager functions are trusted after a comparison, and a step that is being compiled cannot make one.
-    paged_when_compiled = implementation == "sdpa"
+    is_eager = implementation == "eager"
 
     def paged_attention_forward(
         module: torch.nn.Module,
@@ -104,16 +104,21 @@ def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, to
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if torch.compiler.is_compiling():
-            output = compiled.attend(query, key, value, attention_mask, kwargs, paged=paged_when_compiled)
+            output = compiled.attend(query, key, value, attention_mask, kwargs, is_eager=is_eager)
             if output is not None:
                 return output, None
             return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
+        stored = None
         if type(key) is PagedView and type(value) is PagedView and key.stored is value.stored:
-            attention_mask = _fit(attention_mask, key.stored)
-            output = _attend(implementation, module, query, key.stored, attention_mask, kwargs)
+            stored = key.stored
+            attention_mask = _fit(attention_mask, stored)
+            output = _attend(implementation, module, query, stored, attention_mask, kwargs)
             if output is not None:
                 return output, None
-        return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
+        result = _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
+        if is_eager and stored is not None and isinstance(stored.group, StaticGroup):
+            _vet(module, query, stored, attention_mask, kwargs, result[0])
+        return result
 
     return paged_attention_forward
 
@@ -182,6 +187,31 @@ def _is_trusted(
     if case not in verdicts:
         verdicts[case] = _agrees(module, query, stored, mask, kwargs)
     return verdicts[case]
+
+
+def _vet(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    stored: StoredKV,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    output: torch.Tensor,
+) -> None:
+    """Note whether the kernel gives what a module's eager function gave to the newest queries.
+
+    A step that is being compiled cannot compare, so this is done on the prompt before it.
+    """
+    if getattr(module, "layer_idx", None) != stored.layer_idx:
+        return  # a layer that shares the K and V of another
+    vetted = stored.group.vetted  # type: ignore[attr-defined]  # the group is static
+    vetted.discard(stored.layer_idx)
+    count = min(query.shape[2], MAX_DECODE_TOKENS)
+    newest = query[:, :, -count:]
+    shown = None if mask is None else dense(mask)[..., -count:, :]
+    if kwargs.get("position_bias") is None and _is_servable("eager", newest, stored, shown, kwargs):
+        got = _paged("eager", module, newest, stored, shown, kwargs)
+        if _is_same(got, output[:, -count:]):
+            vetted.add(stored.layer_idx)
 
 
 def _check_owner(module: torch.nn.Module, stored: StoredKV) -> None:
@@ -312,9 +342,7 @@ def _agrees(
         # Queries that are padding themselves have nothing to attend, and any answer will do.
         real = mask.padding[:, -query.shape[2] :]
         got, want = got[real], want[real]
-    tolerance = 1e-4 if query.dtype == torch.float32 else 3e-2
-    scale = max(float(want.abs().max()), 1e-6)
-    same = bool((got - want).abs().max() / scale <= tolerance)
+    same = _is_same(got, want)
     if not same:
         logger.warning(
             "%s computes its eager attention in its own way, so the paged kernel is not used for it: its K "
@@ -322,3 +350,9 @@ def _agrees(
             type(module).__name__,
         )
     return same
+
+
+def _is_same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    tolerance = 1e-4 if want.dtype == torch.float32 else 3e-2
+    scale = max(float(want.abs().max()), 1e-6)
+    return bool((got - want).abs().max() / scale <= tolerance)

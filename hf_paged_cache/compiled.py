@@ -24,6 +24,7 @@ class _Updated:
     values: torch.Tensor
     blocks: StaticBlocks
     window: int | None
+    is_vetted: bool
 
 
 _last: list[_Updated] = []
@@ -36,6 +37,7 @@ def update(
     value_states: torch.Tensor,
     *,
     remember: bool,
+    is_vetted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V; return all slots of all rows.
 
@@ -46,6 +48,7 @@ def update(
         value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
         remember: Whether attention of this package follows. What is never asked for would leave the step as
             one more result of it.
+        is_vetted: Whether the kernel was seen to compute what the model's eager function does.
 
     Returns:
         K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
@@ -70,9 +73,10 @@ def update(
         blocks.keys, blocks.values, blocks.layer, blocks.table, blocks.lengths, key_states, value_states
     )
     keys, values = ops.gather(blocks.keys, blocks.values, blocks.layer, blocks.table, blocks.lengths)
+    values = _or_nan_where_full(values, blocks)
     if remember:
         _last.clear()
-        _last.append(_Updated(keys, values, blocks, window))
+        _last.append(_Updated(keys, values, blocks, window, is_vetted))
     return keys, values
 
 
@@ -83,23 +87,23 @@ def attend(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
     *,
-    paged: bool,
+    is_eager: bool,
 ) -> torch.Tensor | None:
     """Attention over the blocks behind `key` and `value`, `[batch, q_tokens, q_heads, v_head_dim]`.
 
-    None where there are none, where `paged` is False, or where the kernel cannot answer; then the dense
-    tensors are right.
+    None where there are none, where the kernel cannot answer, or where it would stand in for an eager
+    function that was not vetted; then the dense tensors are right.
     """
     if not _last:
         return None
     updated = _last[0]
     _last.clear()
-    if not paged or updated.keys is not key or updated.values is not value:
+    if updated.keys is not key or updated.values is not value or (is_eager and not updated.is_vetted):
         return None
     blocks = updated.blocks
     if query.dtype != blocks.keys.dtype or not _is_servable(mask, blocks, kwargs):
         return None
-    scale = kwargs.get("scaling")
+    scale, q_tokens = kwargs.get("scaling"), query.shape[2]
     out: torch.Tensor = torch.ops.hf_paged_cache.attend(
         query,
         blocks.keys,
@@ -109,16 +113,20 @@ def attend(
         blocks.lengths,
         query.shape[3] ** -0.5 if scale is None else scale,
         mask,
-        query.shape[2] > 1,
-        updated.window,
+        mask is None and q_tokens > 1,
+        updated.window if mask is None or q_tokens == 1 else None,  # a mask says it for each query
         kwargs.get("softcap"),
         kwargs.get("s_aux"),
     )
-    if blocks.advances:
-        # Rows that are full drop new tokens. Rather no answer than one without them.
-        full = blocks.lengths > blocks.capacity_tokens
-        out = torch.where(full[:, None, None, None], torch.nan, out)
-    return out
+    return _or_nan_where_full(out, blocks)
+
+
+def _or_nan_where_full(x: torch.Tensor, blocks: StaticBlocks) -> torch.Tensor:
+    """Rows that are full drop new tokens: rather no answer than one without them. One layer is enough."""
+    if not blocks.advances:
+        return x
+    full = blocks.lengths > blocks.capacity_tokens
+    return torch.where(full[:, None, None, None], torch.nan, x)
 
 
 # Raised while a step is traced, an error would only end the tracing.

@@ -243,6 +243,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             key_states,
             value_states,
             remember=self._state.is_attended,
+            is_vetted=self.layer_idx in group.vetted,
         )
 
     def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:

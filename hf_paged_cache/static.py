@@ -36,6 +36,7 @@ class StaticGroup(LayerGroup):
 
     Attributes:
         static_blocks: Layer index -> what a compiled step reads and writes.
+        vetted: Layers where the kernel was seen to compute what the model's eager function does.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class StaticGroup(LayerGroup):
     ) -> None:
         super().__init__(window, specs, num_blocks=num_blocks, block_size=block_size, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
+        self.vetted: set[int] = set()
         import_module(".kernels.gpu.ops", __package__)  # registers what compiled steps call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticGroup:
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, StaticGroup), "a copy has the class of its original"
         twin.static_blocks = {}
+        twin.vetted = set(self.vetted)
         twin._rebuild()
         return twin
 

@@ -6,6 +6,7 @@ cache that the CPU is a device where compiling pays."""
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, DynamicCache
 
-from hf_paged_cache import PagedCache, static
+from hf_paged_cache import PagedCache, compat, static
 from hf_paged_cache.errors import BackendUnavailable, CacheMismatchError, PagedCacheError, PoolExhausted
 from tests.models import BLOCK_SIZE, by_name, cache_kwarg, host_cache, paged_cache, shared_model
 
@@ -119,8 +120,9 @@ def test_prompt_lookup_rolls_static_rows_back() -> None:
     cache.check_integrity()
 
 
-def test_graph_holds_write_and_attend_for_each_layer_and_no_dense_history() -> None:
-    model = model_of("llama")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+def test_graph_holds_write_and_attend_for_each_layer_and_no_dense_history(name: str) -> None:
+    model = model_of(name)
     called: list[str] = []
 
     def record(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -138,6 +140,32 @@ def test_graph_holds_write_and_attend_for_each_layer_and_no_dense_history() -> N
     attends = [name for name in called if "attend" in name]
     assert len(attends) == model.config.num_hidden_layers
     assert not [name for name in called if "gather" in name]
+
+
+def test_eager_function_of_a_models_own_is_compiled_over_dense_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = by_name("llama-eager").build().to(DEVICE)
+    module = sys.modules[type(model).__module__]
+    usual = module.eager_attention_forward
+
+    def own(attention: Any, *args: Any, scaling: float, **kwargs: Any) -> Any:
+        return usual(attention, *args, scaling=scaling / (1 + attention.layer_idx), **kwargs)
+
+    monkeypatch.setattr(module, "eager_attention_forward", own)
+    monkeypatch.setattr(compat, "_eager_functions", {})
+    inputs = prompt()
+    want = generate(model, DynamicCache(config=model.config), inputs)
+    cache = static_cache(model, capacity=32)
+    assert torch.equal(generate(model, cache, inputs, compile_config=compile_config()), want)
+    group = cache._state.groups[0]
+    assert isinstance(group, static.StaticGroup)
+    assert group.vetted == {0}  # the others divide their scores
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(6):
+            logits = step(torch.tensor([[3]] * ROWS, device=DEVICE), **{cache_kwarg(): cache}).logits
+    assert logits.isnan().all()
 
 
 def test_compiled_steps_count_on_the_device_and_the_host_learns_it_when_asked() -> None:
@@ -327,6 +355,4 @@ def test_generation_with_the_triton_kernels_and_no_compiler_gives_the_tokens_of_
 
 
 def _crops_with_minus() -> bool:
-    from hf_paged_cache import compat
-
     return not compat._CROP_KEEPS_WHEN_POSITIVE
