@@ -35,6 +35,9 @@ NAME_PREFIX = "hf_paged_cache_"
 MAX_DECODE_TOKENS = 16
 """Up to so many queries per row go to the decode kernel, more to the prefill over history."""
 
+MIN_VETTED_TOKENS = 8
+"""With fewer keys, attention functions that differ can agree: over one key they all do."""
+
 _FALLBACKS = ("sdpa", "eager")
 _TRUSTED: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], bool]] = (
     weakref.WeakKeyDictionary()
@@ -63,6 +66,16 @@ def activate(config_or_model: object) -> bool:
             held._attn_implementation_internal = NAME_PREFIX + current
             active = True
     return active
+
+
+def watch(config_or_model: object) -> Callable[[], bool]:
+    """A function that tells whether attention of this package is on in a model, whenever it is asked."""
+    configs = [held for held, _ in compat.attention_configs(*compat.resolve_config(config_or_model))]
+
+    def is_active() -> bool:
+        return any(str(held._attn_implementation).startswith(NAME_PREFIX) for held in configs)
+
+    return is_active
 
 
 def deactivate(config_or_model: object) -> None:
@@ -104,21 +117,20 @@ def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, to
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if torch.compiler.is_compiling():
-            output = compiled.attend(query, key, value, attention_mask, kwargs, is_eager=is_eager)
+            output = compiled.attend(module, query, key, value, attention_mask, kwargs, is_eager=is_eager)
             if output is not None:
                 return output, None
             return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
-        stored = None
         if type(key) is PagedView and type(value) is PagedView and key.stored is value.stored:
-            stored = key.stored
-            attention_mask = _fit(attention_mask, stored)
-            output = _attend(implementation, module, query, stored, attention_mask, kwargs)
+            attention_mask = _fit(attention_mask, key.stored)
+            output = _attend(implementation, module, query, key.stored, attention_mask, kwargs)
             if output is not None:
                 return output, None
-        result = _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
-        if is_eager and stored is not None and isinstance(stored.group, StaticGroup):
-            _vet(module, query, stored, attention_mask, kwargs, result[0])
-        return result
+            if is_eager and isinstance(key.stored.group, StaticGroup):
+                return _host_attention_vetted(
+                    module, query, key.stored, key.stored.group, attention_mask, kwargs
+                )
+        return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
 
     return paged_attention_forward
 
@@ -189,29 +201,33 @@ def _is_trusted(
     return verdicts[case]
 
 
-def _vet(
+def _host_attention_vetted(
     module: torch.nn.Module,
     query: torch.Tensor,
     stored: StoredKV,
+    group: StaticGroup,
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
-    output: torch.Tensor,
-) -> None:
-    """Note whether the kernel gives what a module's eager function gave to the newest queries.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A module's eager function, and a note whether the kernel gives the same for the newest queries.
 
     A step that is being compiled cannot compare, so this is done on the prompt before it.
     """
+    keys, values = stored.views()
+    result = _host_attention("eager", module, query, keys, values, mask, kwargs)
     if getattr(module, "layer_idx", None) != stored.layer_idx:
-        return  # a layer that shares the K and V of another
-    vetted = stored.group.vetted  # type: ignore[attr-defined]  # the group is static
-    vetted.discard(stored.layer_idx)
-    count = min(query.shape[2], MAX_DECODE_TOKENS)
-    newest = query[:, :, -count:]
-    shown = None if mask is None else dense(mask)[..., -count:, :]
-    if kwargs.get("position_bias") is None and _is_servable("eager", newest, stored, shown, kwargs):
-        got = _paged("eager", module, newest, stored, shown, kwargs)
-        if _is_same(got, output[:, -count:]):
-            vetted.add(stored.layer_idx)
+        return result  # a layer that shares the K and V of another
+    group.vetted.discard(stored.layer_idx)
+    newest = query[:, :, -MAX_DECODE_TOKENS:]
+    shown = None if mask is None else dense(mask)[..., -MAX_DECODE_TOKENS:, :]
+    if (
+        stored.end - stored.start >= MIN_VETTED_TOKENS
+        and kwargs.get("position_bias") is None
+        and _is_servable("eager", newest, stored, shown, kwargs)
+        and _is_same(_paged("eager", module, newest, stored, shown, kwargs), result[0][:, -newest.shape[2] :])
+    ):
+        group.vetted.add(stored.layer_idx)
+    return result
 
 
 def _check_owner(module: torch.nn.Module, stored: StoredKV) -> None:

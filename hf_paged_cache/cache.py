@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from . import compat, static
-from .attention import activate
+from . import compat
+from .attention import activate, watch
 from .config import PagedCacheConfig
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .kernels import dispatch
@@ -87,8 +88,9 @@ class PagedCache(DynamicCache):
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
         self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
         self._state.can_be_static = compile and not self._host_layers() and not config.is_encoder_decoder
-        self._expected_device = compat.device_type(model)
-        self._state.is_attended = activate(config_or_model)
+        self._model = None if model is None else weakref.ref(model)
+        activate(config_or_model)
+        self._state.is_attended = watch(config_or_model)
 
     def _make_layer(self, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
         if spec.layer_type not in compat.PAGED_LAYER_TYPES:
@@ -198,9 +200,11 @@ class PagedCache(DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the decode step: asked for by `compile=True`, and on a GPU."""
-        if self._state.groups:
-            return self._state.is_static
-        return self._state.can_be_static and self._expected_device in static.DEVICES
+        state = self._state
+        if state.groups:
+            return state.is_static and state.is_attended()
+        device = compat.expected_device(self._model() if self._model is not None else None)
+        return state.would_be_static(device)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         for layer in self.layers:

@@ -94,12 +94,12 @@ def layer_specs(config: PreTrainedConfig) -> list[tuple[LayerSpec, dict[str, Any
     return found
 
 
-def device_type(model: torch.nn.Module | None) -> str:
-    """Type of the device that a model computes on; without a model, that of the fastest there is."""
+def expected_device(model: torch.nn.Module | None) -> torch.device:
+    """The device that a model computes on; without a model, the fastest there is."""
     parameter = None if model is None else next(model.parameters(), None)
     if parameter is not None:
-        return parameter.device.type
-    return "cuda" if torch.cuda.is_available() else "cpu"
+        return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from .errors import CacheMismatchError
+from .group import Owner
 from .kernels.problem import StaticBlocks
 
 
@@ -25,6 +26,7 @@ class _Updated:
     blocks: StaticBlocks
     window: int | None
     is_vetted: bool
+    owner: Owner | None
 
 
 _last: list[_Updated] = []
@@ -38,6 +40,7 @@ def update(
     *,
     remember: bool,
     is_vetted: bool,
+    owner: Owner | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V; return all slots of all rows.
 
@@ -49,6 +52,7 @@ def update(
         remember: Whether attention of this package follows. What is never asked for would leave the step as
             one more result of it.
         is_vetted: Whether the kernel was seen to compute what the model's eager function does.
+        owner: The module that computed what is stored.
 
     Returns:
         K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
@@ -57,10 +61,22 @@ def update(
         CacheMismatchError: Another number of rows than the cache holds, or a gradient is wanted.
     """
     ops = torch.ops.hf_paged_cache
-    rows = blocks.table.shape[0]
-    if key_states.shape[0] != rows:
+    rows, (_, _, heads, _, head_dim), v_head_dim = (
+        blocks.table.shape[0],
+        blocks.keys.shape,
+        blocks.values.shape[4],
+    )
+    if (
+        key_states.shape != (rows, heads, key_states.shape[2], head_dim)
+        or value_states.shape != (rows, heads, key_states.shape[2], v_head_dim)
+        or key_states.dtype != blocks.keys.dtype
+        or value_states.dtype != blocks.keys.dtype
+    ):
         refuse(
-            f"the cache holds {rows} rows, got K {tuple(key_states.shape)}; `cache.reset()` for a new batch"
+            f"the cache holds {rows} rows with {heads} kv heads, head_dim {head_dim} (K) and {v_head_dim} "
+            f"(V) in {blocks.keys.dtype}; got K {tuple(key_states.shape)} {key_states.dtype} and V "
+            f"{tuple(value_states.shape)} {value_states.dtype}. `cache.reset()` for a new batch, or a new "
+            "PagedCache for another model"
         )
     if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
         refuse(
@@ -76,11 +92,12 @@ def update(
     values = _or_nan_where_full(values, blocks)
     if remember:
         _last.clear()
-        _last.append(_Updated(keys, values, blocks, window, is_vetted))
+        _last.append(_Updated(keys, values, blocks, window, is_vetted, owner))
     return keys, values
 
 
 def attend(
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -101,6 +118,11 @@ def attend(
     if updated.keys is not key or updated.values is not value or (is_eager and not updated.is_vetted):
         return None
     blocks = updated.blocks
+    if updated.owner is not None and updated.owner.module() is not module:
+        refuse(
+            "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
+            "model itself once, which looks at its weights"
+        )
     if query.dtype != blocks.keys.dtype or not _is_servable(mask, blocks, kwargs):
         return None
     scale, q_tokens = kwargs.get("scaling"), query.shape[2]

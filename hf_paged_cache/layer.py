@@ -62,11 +62,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             PoolExhausted: No room; nothing was written in any layer.
         """
         state = self._state
-        if state.is_static:
-            if torch.compiler.is_compiling():
-                return self._update_compiled(key_states, value_states)
-            if state.tokens[self.layer_idx] == state.step_end:
-                state.pull()
+        if state.can_be_static and torch.compiler.is_compiling() and state.would_be_static(key_states.device):
+            return self._update_compiled(key_states, value_states)
+        if state.is_static and state.tokens[self.layer_idx] == state.step_end:
+            state.pull()
         self._check(key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         if start != state.step_start or start + new_tokens != state.step_end or not new_tokens:
@@ -100,10 +99,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "`cache.crop(...)` what differs, or `cache.reset()`"
             )
         state = self._state
-        if state.is_static:
+        if state.is_static and state.batch:
             if torch.compiler.is_compiling():
                 return state.row_capacity_tokens, 0
-            if query_length == 1:
+            if query_length == 1 and state.is_attended():
                 return StaticLength(state.row_capacity_tokens, state.check_static_room), 0
             state.pull()
         if state.has_host_states:
@@ -114,7 +113,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
-        if self._state.is_static:
+        if self._state.is_static and self._state.batch:
             if torch.compiler.is_compiling():
                 return self.length_tensor()  # type: ignore[return-value]  # as static layers of the host do
             self._state.pull()
@@ -231,19 +230,26 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _update_compiled(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._state.batch:
+        group = self._state.group_of(self.layer_idx) if self._state.batch else None
+        if not isinstance(group, StaticGroup) or self.layer_idx not in group.static_blocks:
             compiled.refuse(
                 "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
-                "call the model itself for it, as `generate` does, and the compiled one after"
+                "call the model itself for it (`generate` does, unless `prefill_chunk_size` is given)"
             )
-        group = self._static_group()
+            raise AssertionError("refuse has raised")
+        if self._state.has_open_step:
+            compiled.refuse(
+                "a forward was interrupted and left some layers behind; call the model itself once, which "
+                "takes it back, or `cache.reset()`"
+            )
         return compiled.update(
             group.static_blocks[self.layer_idx],
             group.window,
             key_states,
             value_states,
-            remember=self._state.is_attended,
+            remember=self._state.is_attended(),
             is_vetted=self.layer_idx in group.vetted,
+            owner=group.owners.get(self.layer_idx),
         )
 
     def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:

@@ -100,6 +100,10 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
         _check_length(kwargs)
         shape = _causal_shape(kwargs)
         if shape is None:
+            padding = kwargs.get("attention_mask")
+            if padding is not None and kwargs["q_length"] == 1 and not padding.is_cpu:
+                # To find out whether it can leave the mask out, the host function would wait for the device.
+                kwargs["allow_is_causal_skip"] = False
             return host(*args, **kwargs)
         batch, q_tokens, kv_tokens, padding = shape
         if padding is not None and (padding.is_cpu or q_tokens == kv_tokens) and bool(padding.all()):

@@ -12,7 +12,7 @@ step_start─ written   written   written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,10 +39,11 @@ class CacheState:
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
         has_host_states: Other layers of the cache keep recurrent states, which cannot be taken back.
         broken: A forward failed after such a state had moved on; only a reset helps.
-        is_attended: Whether attention of this package reads the cache.
+        is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         is_static: Whether steps can be compiled: every row has its blocks from the start. Then `tokens`,
             `step_start` and `step_end` are what they were at the last `pull`.
+        has_open_step: Some layer of static rows has yet to join the step in progress.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class CacheState:
         self.record_past = False
         self.has_host_states = False
         self.broken = False
-        self.is_attended = False
+        self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.is_static = False
+        self.has_open_step = False
         self._specs = specs
         self._capacity = Capacity(config, specs, max_positions)
         self._last_written: int | None = None
@@ -105,6 +107,7 @@ class CacheState:
                 self.reset()
             raise
         self.step_start, self.step_end = start, start + new_tokens
+        self.has_open_step = self.is_static
 
     def check_static_room(self, tokens: int) -> None:
         """Raise PoolExhausted if static rows cannot have so many tokens."""
@@ -125,12 +128,11 @@ class CacheState:
         if not (self.is_static and self.batch):
             return
         length = max(group.pull_length() for group in self.groups if isinstance(group, StaticGroup))
-        if length == self.step_end:
-            return
-        self.tokens = {
-            index: length if count == self.step_end else count for index, count in self.tokens.items()
-        }
-        self.step_start = self.step_end = length
+        if length != self.step_end:
+            self.tokens = {
+                index: length if count == self.step_end else count for index, count in self.tokens.items()
+            }
+            self.step_start = self.step_end = length
         capacity = self.row_capacity_tokens
         if length > capacity:
             raise PoolExhausted(
@@ -142,6 +144,12 @@ class CacheState:
                 block_size=self.config.block_size,
             )
 
+    def would_be_static(self, device: torch.device) -> bool:
+        """Whether rows on a device are, or will be, static."""
+        return self.is_static or (
+            not self._groups and self.can_be_static and device.type in static.DEVICES and self.is_attended()
+        )
+
     @property
     def row_capacity_tokens(self) -> int:
         """Tokens that a static row can hold."""
@@ -151,6 +159,13 @@ class CacheState:
         """Note that a layer holds the tokens of this step."""
         self.tokens[layer_idx] = self.step_end
         self._last_written = layer_idx
+        if self.is_static:
+            self.has_open_step = any(
+                self.tokens[index] != self.step_end
+                for group in self.groups
+                if isinstance(group, StaticGroup)
+                for index in group.static_blocks
+            )
 
     def is_next_in_step(self, layer_idx: int) -> bool:
         """Whether a step is in progress that this layer has yet to join."""
@@ -213,6 +228,7 @@ class CacheState:
             group.reset()
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
+        self.has_open_step = False
         self._last_written = None
 
     def check_integrity(self) -> None:
@@ -262,7 +278,7 @@ class CacheState:
     def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, new_tokens = key_states.shape[0], key_states.shape[2]
         if not self._groups:
-            self.is_static = self.can_be_static and key_states.device.type in static.DEVICES
+            self.is_static = self.would_be_static(key_states.device)
         capacity = self._capacity.wanted_blocks(
             batch,
             new_tokens,
@@ -290,6 +306,8 @@ class CacheState:
 
     def _fit_static_rows(self, batch: int, new_tokens: int, capacity: dict[int | None, int]) -> None:
         """Share the pools out evenly over the rows, in the groups that there are."""
+        for group in self.groups:  # what they have counts as free memory no more
+            capacity[group.window] = max(capacity[group.window], group.num_blocks)
         row_blocks = min(capacity.values()) // batch
         if new_tokens > row_blocks * self.config.block_size:
             raise self._no_room(new_tokens, row_blocks * self.config.block_size, batch)
@@ -356,4 +374,5 @@ class CacheState:
             group.crop(num_tokens)
         self.tokens = {index: min(count, num_tokens) for index, count in self.tokens.items()}
         self.step_start = self.step_end = num_tokens
+        self.has_open_step = False
         self._last_written = None

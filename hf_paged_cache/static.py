@@ -16,12 +16,14 @@ import torch
 
 from .errors import BackendUnavailable, PagedCacheError
 from .group import LayerGroup
-from .kernels import dispatch
+from .kernels import dispatch, gpu
 from .kernels.problem import LayerBlocks, StaticBlocks
 from .spec import LayerSpec
 
 DEVICES = frozenset({"cuda"})
 """Device types where compiled steps pay."""
+_COPY_BYTES = 64 << 20
+"""About as much is copied aside at one time when rows change places."""
 
 
 class StaticGroup(LayerGroup):
@@ -51,6 +53,11 @@ class StaticGroup(LayerGroup):
         super().__init__(window, specs, num_blocks=num_blocks, block_size=block_size, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
         self.vetted: set[int] = set()
+        reason = gpu.unavailable_reason()
+        if reason is not None:
+            raise BackendUnavailable(
+                f"compile=True needs the Triton kernels: {reason} Make the cache without compile=True."
+            )
         import_module(".kernels.gpu.ops", __package__)  # registers what compiled steps call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticGroup:
@@ -140,10 +147,15 @@ class StaticGroup(LayerGroup):
             )
         used = -(-self._tokens // self.block_size)
         moved = [(source, row) for row, source in enumerate(row_indices) if row != source]
-        src = [block_id for source, _ in moved for block_id in rows[source].ids[:used]]
-        dst = [block_id for _, row in moved for block_id in rows[row].ids[:used]]
-        for pool in self.pools if src else ():
-            pool.copy_blocks(src, dst)
+        for pool in self.pools if moved else ():
+            # A block is overwritten by the same column of another row only, so columns may go one by one.
+            step = max(1, _COPY_BYTES // (pool.bytes_per_block * len(moved)))
+            for first in range(0, used, step):
+                columns = slice(first, min(first + step, used))
+                pool.copy_blocks(
+                    [block_id for source, _ in moved for block_id in rows[source].ids[columns]],
+                    [block_id for _, row in moved for block_id in rows[row].ids[columns]],
+                )
         self.manager.version += 1
 
     def resize(self, row_blocks: int, num_blocks: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, DynamicCache
 
-from hf_paged_cache import PagedCache, compat, static
+from hf_paged_cache import PagedCache, compat, disable, enable, static
 from hf_paged_cache.errors import BackendUnavailable, CacheMismatchError, PagedCacheError, PoolExhausted
 from tests.models import BLOCK_SIZE, by_name, cache_kwarg, host_cache, paged_cache, shared_model
 
@@ -43,6 +43,12 @@ def static_cache(model: Any, *, rows: int = ROWS, capacity: int = CAPACITY) -> P
 def compile_config() -> CompileConfig:
     config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
     config._compile_all_devices = True
+    return config
+
+
+def chunk_config() -> CompileConfig:
+    config = compile_config()
+    config.fullgraph = False  # as it is by default; otherwise the compiler's own error comes first
     return config
 
 
@@ -199,6 +205,8 @@ def test_rows_that_run_over_in_a_compiled_step_give_nan_and_an_error_when_the_ho
         assert step(token, **{cache_kwarg(): cache}).logits.isnan().all()
     with pytest.raises(PoolExhausted, match="fed 33 tokens per row, and a row holds 32"):
         cache.get_seq_length()
+    with pytest.raises(PoolExhausted):
+        cache.stats()
     cache.reset()
     assert cache.get_seq_length() == 0
     cache.check_integrity()
@@ -285,7 +293,7 @@ def test_another_number_of_rows_in_a_compiled_step_is_refused() -> None:
     step = torch.compile(model, backend="aot_eager")
     with torch.no_grad():
         model(prompt()["input_ids"], **{cache_kwarg(): cache})
-        with pytest.raises(CacheMismatchError, match="the cache holds 2 rows"):
+        with pytest.raises(CacheMismatchError, match="the cache holds 2 rows with 2 kv heads"):
             step(torch.tensor([[3]], device=DEVICE), **{cache_kwarg(): cache})
 
 
@@ -302,6 +310,16 @@ def test_compiled_first_forward_after_a_reset_is_refused() -> None:
     assert cache.get_seq_length() == 0
 
 
+def test_prompt_in_chunks_is_refused_because_generate_compiles_the_first_too() -> None:
+    model = model_of("llama")
+    for cache in (static_cache(model), static_cache(model)):
+        with pytest.raises(CacheMismatchError, match="prefill_chunk_size"):
+            generate(model, cache, prompt(), prefill_chunk_size=8, compile_config=chunk_config())
+    inputs = prompt()
+    want = generate(model, DynamicCache(config=model.config), inputs)
+    assert torch.equal(generate(model, cache, inputs, compile_config=compile_config()), want)
+
+
 def test_gradients_through_a_compiled_step_are_refused() -> None:
     model = model_of("llama")
     cache, step = static_cache(model), torch.compile(model, backend="aot_eager")
@@ -309,6 +327,109 @@ def test_gradients_through_a_compiled_step_are_refused() -> None:
     with pytest.raises(CacheMismatchError, match="has no backward"):
         step(torch.tensor([[3]] * ROWS, device=DEVICE), **{cache_kwarg(): cache})
     assert cache.get_seq_length() == PROMPT_TOKENS
+
+
+def test_prompt_of_one_token_is_no_proof_that_an_eager_function_is_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = by_name("llama-eager").build().to(DEVICE)
+    module = sys.modules[type(model).__module__]
+    usual = module.eager_attention_forward
+    monkeypatch.setattr(
+        module,
+        "eager_attention_forward",
+        lambda *args, scaling, **kwargs: usual(*args, scaling=3 * scaling, **kwargs),
+    )
+    monkeypatch.setattr(compat, "_eager_functions", {})
+    inputs = {"input_ids": torch.tensor([[5]] * ROWS, device=DEVICE)}
+    want = generate(model, DynamicCache(config=model.config), inputs)
+    assert torch.equal(generate(model, static_cache(model), inputs, compile_config=compile_config()), want)
+
+
+def test_compiled_step_after_an_interrupted_forward_is_refused_until_that_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = by_name("llama").build().to(DEVICE)
+    cache, step = static_cache(model), torch.compile(model, backend="aot_eager")
+    token = torch.tensor([[3]] * ROWS, device=DEVICE)
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        model(ids, **{cache_kwarg(): cache})
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[1], "forward", lambda *args, **kwargs: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(token, **{cache_kwarg(): cache})
+        with pytest.raises(CacheMismatchError, match="interrupted"):
+            step(token, **{cache_kwarg(): cache})
+        with pytest.raises(CacheMismatchError, match="interrupted: it is taken back now"):
+            model(token, **{cache_kwarg(): cache})
+        got = step(token, **{cache_kwarg(): cache}).logits
+        want = model(torch.cat([ids, token], dim=1), use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 4}, "2 kv heads, head_dim 16"),
+        ({"dtype": torch.bfloat16}, "torch.float32; got K"),
+        ({}, "were not computed by this model"),
+    ],
+    ids=["heads", "dtype", "weights"],
+)
+def test_compiled_step_of_another_model_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = model_of("llama")
+    cache = static_cache(model)
+    config = copy.deepcopy(model.config)
+    config.num_key_value_heads = changes.get("num_key_value_heads", config.num_key_value_heads)
+    config._attn_implementation_internal = "sdpa"
+    other = type(model)(config).to(DEVICE, changes.get("dtype", torch.float32)).eval()
+    enable(other)
+    with torch.no_grad():
+        model(prompt()["input_ids"], **{cache_kwarg(): cache})
+        with pytest.raises(CacheMismatchError, match=message):
+            torch.compile(other, backend="aot_eager")(
+                torch.tensor([[3]] * ROWS, device=DEVICE), **{cache_kwarg(): cache}
+            )
+
+
+def test_prompt_of_one_token_opens_other_rows_after_a_reset() -> None:
+    model = model_of("llama")
+    cache = static_cache(model)
+    generate(model, cache, prompt())
+    cache.reset()
+    inputs = {
+        "input_ids": torch.tensor([[5]], device=DEVICE),
+        "attention_mask": torch.ones(1, 1, device=DEVICE),
+    }
+    want = generate(model, DynamicCache(config=model.config), inputs)
+    assert torch.equal(generate(model, cache, inputs, compile_config=compile_config()), want)
+
+
+def test_rows_keep_their_share_of_the_pool_when_less_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    cache = PagedCache(model, block_size=BLOCK_SIZE, compile=True)
+    with torch.no_grad():
+        model(prompt()["input_ids"], **{cache_kwarg(): cache})
+        capacity = cache.get_max_length()
+        cache.reset()
+        monkeypatch.setattr("hf_paged_cache.capacity.free_memory_bytes", lambda device: 1 << 16)
+        model(prompt()["input_ids"], **{cache_kwarg(): cache})
+    assert cache.get_max_length() == capacity == model.config.max_position_embeddings
+
+
+def test_model_that_paged_attention_was_taken_from_still_decodes() -> None:
+    model = by_name("llama").build().to(DEVICE)
+    inputs = prompt()
+    want = generate(model, DynamicCache(config=model.config), inputs)
+    cache = static_cache(model)
+    with torch.no_grad():
+        model(inputs["input_ids"], **{cache_kwarg(): cache})
+    cache.reset()
+    disable(model)
+    assert not cache.is_compileable
+    assert torch.equal(generate(model, cache, inputs, compile_config=compile_config()), want)
+    assert not PagedCache(by_name("falcon").build(), compile=True).is_compileable
 
 
 def test_compile_without_the_triton_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,8 +178,7 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     if set(src).isdisjoint(dst):
         _launch().copy_blocks(pool, src, dst)
         return
-    # Programs run in any order, so blocks that are both read and overwritten pass through memory of their
-    # own.
+    # Programs run in any order, so blocks that are both read and overwritten go through memory of their own.
     ids = _launch().device_ids([src, dst], pool.device).long()
     pool[ids[1]] = pool[ids[0]]
 

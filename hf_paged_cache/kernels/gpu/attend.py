@@ -5,9 +5,8 @@ queries of the whole head group, so that K and V are read once for all of them (
 kernels since Flash-Decoding, Dao et al. 2023); the softmax is taken online (Milakov & Gimelshein 2018). With
 several splits every program leaves its sums in scratch, and `merge_kernel` adds them up.
 
-Letters: `b` row, `h` kv head, `m` query of the tile (`[M]`), `n` token of the tile (`[N]`), `d` dim of K
-    (`[D]`), `e`
-dim of V (`[E]`).
+Letters: `b` row, `h` kv head; in a tile `m` query (`[M]`), `n` token (`[N]`), `d` dim of K (`[D]`), `e` of V
+(`[E]`).
 """
 
 from __future__ import annotations

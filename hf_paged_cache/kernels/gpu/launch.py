@@ -129,26 +129,29 @@ def attend(
     kv_heads, v_head_dim = keys.shape[1], values.shape[3]
     query = _last_contiguous(query)
     mask, mask_rows = _mask_of(mask, batch, q_heads, q_tokens)
-    constants, tile = attend_constants(
-        dtype=keys.dtype,
-        rows=q_tokens * (q_heads // kv_heads),
-        kv_heads=kv_heads,
-        group=q_heads // kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        block_size=block_size or keys.shape[2],
-        k_stride_t=keys.stride(2),
-        v_stride_t=values.stride(2),
-        causal=causal,
-        window=window is not None,
-        softcap=softcap is not None,
-        sinks=sinks is not None,
-        mask=mask_kind(mask),
-        mask_rows=mask_rows,
-    )
+    with _on(query.device):
+        constants, tile = attend_constants(
+            device=query.device,
+            dtype=keys.dtype,
+            rows=q_tokens * (q_heads // kv_heads),
+            kv_heads=kv_heads,
+            group=q_heads // kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            block_size=block_size or keys.shape[2],
+            k_stride_t=keys.stride(2),
+            v_stride_t=values.stride(2),
+            causal=causal,
+            window=window is not None,
+            softcap=softcap is not None,
+            sinks=sinks is not None,
+            mask=mask_kind(mask),
+            mask_rows=mask_rows,
+        )
     programs = batch * kv_heads * -(-q_tokens * (q_heads // kv_heads) // tile.queries)
     if splits is None:
-        splits = choose_splits(programs, tokens, _processors(query.device))
+        seen = tokens - start if window is None else min(tokens - start, window + q_tokens)
+        splits = choose_splits(programs, seen, _processors(query.device))
     # The interpreter cuts bfloat16 where a device rounds, so there torch rounds.
     out_dtype = torch.float32 if INTERPRETED else query.dtype
     out = query.new_empty(batch, q_tokens, q_heads, v_head_dim, dtype=out_dtype)
@@ -221,7 +224,7 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     ids = device_ids([src, dst], pool.device)
     constants = copy_constants()
     with _on(pool.device):
-        copy_kernel[(-(-pool.stride(0) // constants["CHUNK"]), len(src))](
+        copy_kernel[(len(src), -(-pool.stride(0) // constants["CHUNK"]))](
             pool, ids[0], ids[1], pool.stride(0), **constants
         )
 

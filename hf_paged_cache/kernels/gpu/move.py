@@ -50,7 +50,7 @@ def write_kernel(
     column = position // BLOCK_SIZE
     slot = position % BLOCK_SIZE
     block = tl.load(
-        table_ptr + b * table_stride_b + column, mask=(column >= 0) & (column < columns), other=-1
+        table_ptr + b * table_stride_b + column, mask=(position >= 0) & (column < columns), other=-1
     )
     is_stored = h < tl.where(block >= 0, KV_HEADS, 0)  # [H]
     block = tl.maximum(block, 0).to(tl.int64)
@@ -77,10 +77,10 @@ def copy_kernel(
     block_elements,
     CHUNK: tl.constexpr,
 ):
-    """Copy whole blocks; no block is both read and written. Grid: (chunks of a block, copies)."""
-    copy = tl.program_id(1)
+    """Copy whole blocks; no block is both read and written. Grid: (copies, chunks of a block)."""
+    copy = tl.program_id(0)
     source = tl.load(source_ptr + copy).to(tl.int64) * block_elements
     target = tl.load(target_ptr + copy).to(tl.int64) * block_elements
-    offsets = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    offsets = tl.program_id(1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     inside = offsets < block_elements
     tl.store(pool_ptr + target + offsets, tl.load(pool_ptr + source + offsets, mask=inside), mask=inside)

@@ -1,4 +1,6 @@
-"""The kernels as operators of torch, for steps that `torch.compile` traces: each is one opaque call there.
+"""The kernels of a decode step as operators of torch, for steps that `torch.compile` traces.
+
+Each is one opaque call there. Steps that are not traced launch kernels without this detour.
 
 They take whole pools and a layer's place in them. Slices of a pool would reach the compiler as inputs that
 share memory and are written to, which it answers with copies.
@@ -155,20 +157,3 @@ def _(
     _, _, kv_heads, block_size, head_dim = keys.shape
     dense_keys = keys.new_empty(table.shape[0], kv_heads, table.shape[1] * block_size, head_dim)
     return dense_keys, dense_keys.new_empty(*dense_keys.shape[:3], values.shape[4])
-
-
-@torch.library.custom_op("hf_paged_cache::copy_blocks", mutates_args=("pool",))
-def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
-    """Copy whole blocks inside a pool; no block is both in `src` and in `dst`.
-
-    Args:
-        pool: `[num_blocks, ...]`, contiguous, changed in place.
-        src: Block ids to read.
-        dst: As many distinct block ids to overwrite.
-    """
-    launch.copy_blocks(pool, src, dst)
-
-
-@copy_blocks.register_fake
-def _(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
-    return None

@@ -45,6 +45,7 @@ def _generation() -> Generation:
 @lru_cache(maxsize=1024)
 def attend_constants(
     *,
+    device: torch.device,
     dtype: torch.dtype,
     rows: int,
     kv_heads: int,
@@ -64,6 +65,7 @@ def attend_constants(
     """Compile-time arguments of `attend_kernel`, all but SPLIT, and the tile that they are for.
 
     Args:
+        device: Where the kernel will run; it must be the current one.
         dtype: Of blocks and queries.
         rows: Query tokens x head group.
         kv_heads: Heads of K and V.
