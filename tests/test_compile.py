@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
-from hf_paged_cache import PagedCache, compat, static
+from hf_paged_cache import compat, static
 from tests.compiling import (
     DEVICE,
     PROMPT_TOKENS,
@@ -213,10 +213,6 @@ def test_crop_and_reorder_of_static_rows_are_those_of_dynamic_cache() -> None:
     caches = static_cache(model, rows=3), DynamicCache(config=model.config)
     logits = []
     for cache in caches:
-        if isinstance(cache, DynamicCache) and not isinstance(cache, PagedCache):
-            for layer in cache.layers:
-                if hasattr(layer, "activate_past_recording"):
-                    layer.activate_past_recording()
         with torch.no_grad():
             model(ids, **{cache_kwarg(): cache})
             cache.reorder_cache(torch.tensor([2, 2, 0], device=DEVICE))
