@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def run(arguments: list[str]) -> int:
     if not settings.dry_run and not _has_gpu():
         print("no CUDA device here; --dry-run takes the same paths at toy sizes on the CPU", flush=True)
         return EXIT_USAGE
-    return check(settings, _folder() / FILE_NAME)
+    return check(settings, _folder(settings) / FILE_NAME)
 
 
 def check(
@@ -182,8 +183,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("OUT") or ROOT / "eval" / "results")
+def _folder(settings: Settings) -> Path:
+    """`$OUT`, or where results are kept; those of a dry run are not worth keeping."""
+    kept = Path(tempfile.gettempdir()) if settings.dry_run else ROOT / "eval" / "results"
+    return Path(os.environ.get("OUT") or kept)
 
 
 def _has_gpu() -> bool:
