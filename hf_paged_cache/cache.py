@@ -136,8 +136,9 @@ class PagedCache(DynamicCache):
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Position of the next query; a tensor where the host would have to wait for the number."""
-        if self._state.is_static and self._state.batch:
-            return self.layers[layer_idx].length_tensor()
+        layer = self.layers[layer_idx]
+        if self._state.is_static and self._state.batch and layer.is_initialized:
+            return layer.length_tensor()
         return self.get_seq_length(layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:

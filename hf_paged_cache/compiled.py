@@ -58,7 +58,7 @@ def update(
         K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
 
     Raises:
-        CacheMismatchError: Another number of rows than the cache holds, or a gradient is wanted.
+        CacheMismatchError: Shape or dtype do not fit what the cache holds, or a gradient is wanted.
     """
     ops = torch.ops.hf_paged_cache
     rows, (_, _, heads, _, head_dim), v_head_dim = (
@@ -115,14 +115,16 @@ def attend(
         return None
     updated = _last[0]
     _last.clear()
-    if updated.keys is not key or updated.values is not value or (is_eager and not updated.is_vetted):
+    if updated.keys is not key or updated.values is not value:
         return None
-    blocks = updated.blocks
     if updated.owner is not None and updated.owner.module() is not module:
         refuse(
             "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
             "model itself once, which looks at its weights"
         )
+    blocks = updated.blocks
+    if is_eager and not updated.is_vetted:
+        return None
     if query.dtype != blocks.keys.dtype or not _is_servable(mask, blocks, kwargs):
         return None
     scale, q_tokens = kwargs.get("scaling"), query.shape[2]

@@ -114,7 +114,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
         if self._state.is_static and self._state.batch:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() and self.is_initialized:
                 return self.length_tensor()  # type: ignore[return-value]  # as static layers of the host do
             self._state.pull()
         return self._state.tokens[self.layer_idx]

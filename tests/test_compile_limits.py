@@ -162,6 +162,21 @@ def test_compiled_step_after_an_interrupted_forward_is_refused_until_that_is_tak
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
+def test_first_forward_that_was_interrupted_is_taken_back_also_before_the_first_full_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = by_name("gemma2").build().to(DEVICE)  # its first layer has a window
+    cache, inputs = static_cache(model), prompt()
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(model.model.layers[0].mlp, "forward", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(inputs["input_ids"], **{cache_kwarg(): cache})
+    with torch.no_grad(), pytest.raises(CacheMismatchError, match="interrupted: it is taken back now"):
+        model(inputs["input_ids"], **{cache_kwarg(): cache})
+    want = generate(model, DynamicCache(config=model.config), inputs)
+    assert torch.equal(generate(model, cache, inputs, compile_config=compile_config()), want)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
