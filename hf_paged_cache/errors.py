@@ -6,6 +6,8 @@ Exception
 │   └── PagedCacheError            a caller's mistake; names what was expected, what came, the way out
 │       ├── CacheMismatchError     K/V, batch, dtype, device or model do not fit what the cache holds
 │       ├── StaleViewError         a view of K/V was read after the cache had moved on
+│       ├── UnstorableValueError   K or V has NaN, infinity or a magnitude that no scale can hold
+│       ├── QuantisationError      K of a layer loses more in its format than the guard allows
 │       └── UnsupportedLayerError  a layer kind that cannot be stored
 └── RuntimeError
     ├── PoolExhausted              no block is left; nothing was written
@@ -29,6 +31,14 @@ class CacheMismatchError(PagedCacheError):
 
 class StaleViewError(PagedCacheError):
     """A view of a layer's K or V was read after the blocks behind it had changed."""
+
+
+class UnstorableValueError(PagedCacheError):
+    """K or V of a quantised layer has NaN, infinity, or a magnitude that no scale can hold."""
+
+
+class QuantisationError(PagedCacheError):
+    """K of a layer loses more in its format than `key_error_guard="error"` allows."""
 
 
 class UnsupportedLayerError(PagedCacheError):

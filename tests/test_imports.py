@@ -15,7 +15,7 @@ PACKAGE = Path(hf_paged_cache.__file__).parent
 LAYERS = [
     ["errors"],
     ["config", "spec", "stats"],
-    ["blocks"],
+    ["blocks", "formats"],
     ["kernels"],
     ["memory", "lazy"],
     ["kv_pool"],

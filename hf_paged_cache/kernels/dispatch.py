@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, cast, overload
 import torch
 
 from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
+from hf_paged_cache.formats import RecordFormat
 
 from .parts import Part
 from .problem import Attention, LayerBlocks
@@ -46,6 +47,28 @@ class Backend(Protocol):
 
     def copy_blocks(self, pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks inside a pool."""
+
+    def encode_blocks(
+        self,
+        form: RecordFormat,
+        records: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: list[int],
+        ids: list[int],
+    ) -> None:
+        """Seal blocks."""
+
+    def decode_blocks(
+        self,
+        form: RecordFormat,
+        records: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: list[int],
+        ids: list[int],
+    ) -> None:
+        """Make blocks writable again."""
 
 
 class PrefillBackend(Backend, Protocol):
@@ -117,6 +140,8 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         start: Position of the first new token, the same in every row.
 
     Raises:
+        UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
+            `formats.LARGEST_VALUE`. Nothing was written.
         BackendUnavailable: The backend forced by `HF_PAGED_CACHE_BACKEND` cannot serve these blocks.
         PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
     """
@@ -164,7 +189,64 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     # Copying is all that it is, so one version in torch serves every backend but the reference.
     if _forced() == "reference":
         return reference.gather(blocks, start, end)
+    if blocks.records is not None:
+        backend: Any = _backend(blocks)
+        if hasattr(backend, "gather"):
+            keys, values = backend.gather(blocks, start, end)
+            return keys, values
     return torch_blocks.gather(blocks, start, end)
+
+
+def encode_blocks(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
+
+    Args:
+        form: What the bytes of the records mean.
+        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
+        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
+        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
+        slots: Slots to read.
+        ids: As many distinct records to overwrite.
+    """
+    _pool_backend(keys, form).encode_blocks(form, records, keys, values, slots, ids)
+
+
+def decode_blocks(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` says.
+
+    Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
+    """
+    _pool_backend(keys, form).decode_blocks(form, records, keys, values, slots, ids)
+
+
+def _pool_backend(keys: torch.Tensor, form: RecordFormat) -> Backend:
+    """The backend that serves the layers of a quantised pool."""
+    table = torch.empty(1, 1, dtype=torch.int32, device=keys.device)
+    kv_heads = keys.shape[2]
+    records = torch.empty(1, kv_heads, form.nbytes, dtype=torch.uint8, device=keys.device)
+    empty = LayerBlocks(
+        keys.new_empty(0, *keys.shape[2:]),
+        keys.new_empty(0, *keys.shape[2:4], form.v_head_dim),
+        table,
+        None,
+        records,
+        form,
+    )
+    return _backend(empty)
 
 
 def prefill_backend(blocks: LayerBlocks) -> PrefillBackend | None:
@@ -239,7 +321,7 @@ def _choice(blocks: LayerBlocks) -> tuple[str, Backend]:
     keys = blocks.keys
     # Strides tell block size, head dims and contiguity, which with dtype and device is all that backends
     # differ in.
-    key = (asked, keys.dtype, keys.device, keys.stride(), blocks.values.stride())
+    key = (asked, keys.dtype, keys.device, keys.stride(), blocks.values.stride(), blocks.form)
     chosen = _chosen.get(key) or _choose(key, keys.device, blocks)
     blocks.choice = asked, chosen
     return chosen

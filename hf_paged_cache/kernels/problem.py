@@ -11,8 +11,18 @@ from typing import Any
 
 import torch
 
+from hf_paged_cache.formats import RecordFormat
+
 NULL_BLOCK = -1
 """Table entry of a block that is not stored. Kernels neither write nor attend its tokens."""
+
+
+def dense_entry(slot: int) -> int:
+    """Table entry of a block of a quantised layer that is stored as it came, in a slot of `keys`/`values`.
+
+    Such entries lie below `NULL_BLOCK`, and the function is its own inverse.
+    """
+    return -2 - slot
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +49,26 @@ class LayerBlocks:
 
     `keys[table[b, t // block_size], h, t % block_size]` is the key of token `t` of row `b` for kv head `h`.
 
+    A quantised layer has `records` too. Then an entry >= 0 of the table names a record, and one below
+    `NULL_BLOCK` a slot of `keys` and `values`, which hold the few blocks in the model's own dtype:
+
+    ```
+    table  [ -2    7    3   -1   -3 ]
+             |     |    |    |    keys[1], being filled
+             |     |    |    not stored
+             |     records[7], records[3]
+             keys[0], the sink
+    ```
+
     Attributes:
         keys: `[num_blocks, kv_heads, block_size, head_dim]`; usually a strided slice of a pool that holds
-            several layers, so only the last three dimensions are contiguous.
+            several layers, so only the last three dimensions are contiguous. May have no blocks where there
+            are records; its shape and dtype still say what K are.
         values: `[num_blocks, kv_heads, block_size, v_head_dim]`, same dtype and device.
         table: int32 `[batch, max_blocks]`, contiguous, on the same device. `NULL_BLOCK` marks a block that is
             not stored. Columns past the end of a row hold arbitrary ids.
+        records: None, or uint8 `[num_blocks, kv_heads, nbytes]`, usually a strided slice.
+        form: What the bytes of `records` mean.
         lengths: Of the rows, on a GPU; None where kernels are told by the host.
         native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field
             above is replaced.
@@ -55,14 +79,15 @@ class LayerBlocks:
     values: torch.Tensor
     table: torch.Tensor
     lengths: RowLengths | None = None
+    records: torch.Tensor | None = None
+    form: RecordFormat | None = None
     native: Any = field(default=None, repr=False)
     choice: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A backend's form points into these very tensors, and a copy has others.
-        names = ("keys", "values", "table", "lengths", "native", "choice")
-        kept = {"keys": self.keys, "values": self.values, "table": self.table, "lengths": self.lengths}
-        return None, dict.fromkeys(names) | kept
+        kept = ("keys", "values", "table", "lengths", "records", "form")
+        return None, {name: getattr(self, name) for name in kept} | {"native": None, "choice": None}
 
     @property
     def block_size(self) -> int:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from .problem import NULL_BLOCK, Attention, LayerBlocks
+from hf_paged_cache.errors import UnstorableValueError
+from hf_paged_cache.formats import LARGEST_VALUE, RecordFormat
+
+from .problem import NULL_BLOCK, Attention, LayerBlocks, dense_entry
 
 ACCUMULATE_DTYPE = torch.float32
 """What sums are kept in. Tests set float64; float64 queries are always summed in float64."""
@@ -26,22 +29,54 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
     """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
 
-    Tokens that fall into a null block are dropped.
+    Tokens that fall into a null block are dropped. Records get whole blocks, unless their format is per
+    token.
 
     Args:
         blocks: Changed in place.
         key_states: `[batch, kv_heads, tokens, head_dim]`.
         value_states: `[batch, kv_heads, tokens, v_head_dim]`.
         start: Position of the first new token, the same in every row.
+
+    Raises:
+        UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
+            `formats.LARGEST_VALUE`. Nothing was written.
     """
     batch, _, tokens, _ = key_states.shape
+    if blocks.records is not None:
+        check_storable(key_states, value_states)
     for row in range(batch):
         for token in range(tokens):
             column, slot = divmod(start + token, blocks.block_size)
-            block = int(blocks.table[row, column])
-            if block != NULL_BLOCK:
-                blocks.keys[block, :, slot] = key_states[row, :, token]
-                blocks.values[block, :, slot] = value_states[row, :, token]
+            entry = int(blocks.table[row, column])
+            if entry == NULL_BLOCK:
+                continue
+            k, v = key_states[row, :, token], value_states[row, :, token]
+            if blocks.records is None or blocks.form is None:
+                blocks.keys[entry, :, slot], blocks.values[entry, :, slot] = k, v
+            elif entry < NULL_BLOCK:
+                blocks.keys[dense_entry(entry), :, slot], blocks.values[dense_entry(entry), :, slot] = k, v
+            elif blocks.form.format.is_per_token:
+                blocks.form.encode_tokens(k[:, None], v[:, None], blocks.records[entry], slot)
+            elif slot == 0:
+                block = slice(token, token + blocks.block_size)
+                k, v = key_states[row, :, block], value_states[row, :, block]
+                blocks.form.encode(k, v, blocks.records[entry])
+
+
+def check_storable(key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Raise UnstorableValueError if a format could not hold K or V."""
+    for name, x in (("K", key_states), ("V", value_states)):
+        if x.numel() and not float(x.abs().amax()) <= LARGEST_VALUE:
+            raise unstorable(name)
+
+
+def unstorable(name: str) -> UnstorableValueError:
+    """The error for K or V, by name."""
+    return UnstorableValueError(
+        f"{name} has a NaN, an infinity or a magnitude above {LARGEST_VALUE:g}, for which a quantised block has "
+        "no scale"
+    )
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,16 +85,29 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     Returns:
         Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, copies.
     """
+    keys, values = _stored(blocks, start, end)
+    return keys.to(blocks.keys.dtype), values.to(blocks.values.dtype)
+
+
+def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `gather` returns, in float32 where it is stored in records."""
     batch, heads = blocks.table.shape[0], blocks.keys.shape[1]
-    keys = blocks.keys.new_zeros(batch, heads, end - start, blocks.keys.shape[3])
-    values = blocks.values.new_zeros(batch, heads, end - start, blocks.values.shape[3])
+    dtype = blocks.keys.dtype if blocks.records is None else torch.float32
+    keys = blocks.keys.new_zeros(batch, heads, end - start, blocks.keys.shape[3], dtype=dtype)
+    values = blocks.values.new_zeros(batch, heads, end - start, blocks.values.shape[3], dtype=dtype)
     for row in range(batch):
         for position in range(start, end):
             column, slot = divmod(position, blocks.block_size)
-            block = int(blocks.table[row, column])
-            if block != NULL_BLOCK:
-                keys[row, :, position - start] = blocks.keys[block, :, slot]
-                values[row, :, position - start] = blocks.values[block, :, slot]
+            entry = int(blocks.table[row, column])
+            if entry == NULL_BLOCK:
+                continue
+            if blocks.records is None or blocks.form is None:
+                k, v = blocks.keys[entry], blocks.values[entry]
+            elif entry < NULL_BLOCK:
+                k, v = blocks.keys[dense_entry(entry)], blocks.values[dense_entry(entry)]
+            else:
+                k, v = blocks.form.decode(blocks.records[entry])
+            keys[row, :, position - start], values[row, :, position - start] = k[:, slot], v[:, slot]
     return keys, values
 
 
@@ -80,7 +128,7 @@ def decode(
     """
     batch, q_heads, q_tokens, _ = a.query.shape
     dtype = torch.float64 if a.query.dtype == torch.float64 else ACCUMULATE_DTYPE
-    keys, values = gather(blocks, a.start, a.end)
+    keys, values = _stored(blocks, a.start, a.end)
     visible, bias = _visible_and_bias(blocks, a, dtype)
     out = torch.zeros(batch, q_tokens, q_heads, values.shape[3], dtype=dtype, device=a.query.device)
     lse = torch.full((batch, q_heads, q_tokens), -torch.inf, dtype=dtype, device=a.query.device)
@@ -114,6 +162,44 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     contents = [pool[source].clone() for source in src]
     for content, target in zip(contents, dst, strict=True):
         pool[target] = content
+
+
+def encode_blocks(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
+
+    Args:
+        form: What the bytes of the records mean.
+        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
+        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
+        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
+        slots: Slots to read.
+        ids: As many distinct records to overwrite.
+    """
+    for slot, block_id in zip(slots, ids, strict=True):
+        form.encode(keys[slot], values[slot], records[block_id])
+
+
+def decode_blocks(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` says.
+
+    Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
+    """
+    for slot, block_id in zip(slots, ids, strict=True):
+        keys[slot], values[slot] = form.decode(records[block_id])
 
 
 def _visible_and_bias(

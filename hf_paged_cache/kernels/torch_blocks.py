@@ -11,10 +11,15 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import embedding
 
+from hf_paged_cache.formats import RecordFormat
+
 from . import parts
-from .masking import all_over, both, read_mask
+from .masking import accumulate_dtype, all_over, both, read_mask
 from .parts import Part
 from .problem import NULL_BLOCK, Attention, LayerBlocks
+from .reference import check_storable, decode_blocks, encode_blocks
+
+__all__ = ["attend_blocks", "copy_blocks", "decode", "decode_blocks", "encode_blocks", "gather", "write"]
 
 CHUNK_BYTES = 4 << 20
 """Keys and values of one chunk: about what a core's caches hold, so that attending re-reads from there."""
@@ -50,10 +55,44 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
     slots = (positions % blocks.block_size).expand_as(ids)
     stored = ids != NULL_BLOCK
     keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [batch, tokens, kv_heads, dim]
+    if blocks.records is not None and blocks.form is not None:
+        check_storable(key_states, value_states)
+        stored = ids < NULL_BLOCK
+        _write_records(blocks, blocks.records, blocks.form, key_states, value_states, start)
+        ids = -2 - ids
     if not stored.all():
         ids, slots, keys, values = ids[stored], slots[stored], keys[stored], values[stored]
     blocks.keys[ids, :, slots] = keys
     blocks.values[ids, :, slots] = values
+
+
+def _write_records(
+    blocks: LayerBlocks,
+    records: torch.Tensor,
+    form: RecordFormat,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    start: int,
+) -> None:
+    """Encode the tokens that fall into records, column by column of the table."""
+    size, end = blocks.block_size, start + key_states.shape[2]
+    for column in range(start // size, -(-end // size)):
+        ids = blocks.table[:, column].long()
+        rows = (ids > NULL_BLOCK).nonzero()[:, 0]
+        if not len(rows):
+            continue
+        first, last = max(start, column * size), min(end, (column + 1) * size)
+        keys, values = (x[rows, :, first - start : last - start] for x in (key_states, value_states))
+        content = records[ids[rows]]
+        if form.format.is_per_token:
+            form.encode_tokens(keys, values, content, first % size)
+        elif last - first == size:
+            form.encode(keys, values, content)
+        else:
+            raise AssertionError(
+                f"{form.format.name} encodes full blocks, got {last - first} tokens of {size}"
+            )
+        records[ids[rows]] = content
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +111,7 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     stored = _stored(blocks, start, end)
     if stored is not None:
         keys, values = (x.masked_fill(~stored[:, None, :, None], 0.0) for x in (keys, values))
-    return keys.contiguous(), values.contiguous()
+    return keys.to(blocks.keys.dtype).contiguous(), values.to(blocks.values.dtype).contiguous()
 
 
 def decode(
@@ -134,6 +173,8 @@ def attend_blocks(
         chunk_tokens: Tokens of the temporary.
     """
     merged: Part | None = None
+    if blocks.records is not None:
+        query = query.to(accumulate_dtype(query))
     for start, end in _chunks(blocks, a.start, a.end, chunk_tokens):
         columns = slice(start - a.start, end - a.start)
         added = None if bias is None else bias[..., columns]
@@ -213,12 +254,28 @@ def _columns(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor:
 
 
 def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the stored tokens; null blocks hold arbitrary values."""
-    ids = _columns(blocks, start, end).clamp(min=0).long()
+    """Copies of the stored tokens, float32 if out of records; null blocks hold arbitrary values."""
     skip = start % blocks.block_size
+    if blocks.records is not None and blocks.form is not None:
+        keys, values = _decoded(blocks, blocks.records, blocks.form, _columns(blocks, start, end))
+        return keys[:, :, skip : skip + end - start], values[:, :, skip : skip + end - start]
+    ids = _columns(blocks, start, end).clamp(min=0).long()
     keys, values = (
         _tiles(pool, ids)[:, :, skip : skip + end - start] for pool in (blocks.keys, blocks.values)
     )
+    return keys, values
+
+
+def _decoded(
+    blocks: LayerBlocks, records: torch.Tensor, form: RecordFormat, columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 K and V `[batch, kv_heads, columns * block_size, dim]` of blocks `[batch, columns]`."""
+    entries = columns.long()
+    found = form.decode(records[entries.clamp(min=0)])  # [batch, columns, kv_heads, block_size, dim]
+    dense = entries < NULL_BLOCK
+    for x, pool in zip(found, (blocks.keys, blocks.values), strict=True):
+        x[dense] = pool[-2 - entries[dense]].to(x.dtype)
+    keys, values = (x.transpose(1, 2).flatten(2, 3) for x in found)
     return keys, values
 
 

@@ -99,6 +99,8 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None when the kernel can serve these blocks, otherwise a sentence. Compiles nothing."""
     if type(blocks.native) is _Native:
         return None
+    if blocks.records is not None:
+        return "The C++ kernel does not read records."
     keys, values, table = blocks.keys, blocks.values, blocks.table
     for name, tensor in (("keys", keys), ("values", values), ("table", table)):
         if tensor.device.type != "cpu":

@@ -43,6 +43,8 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None if the kernels can serve these blocks, otherwise a sentence. Compiles nothing."""
     if unavailable_reason() is not None:
         return unavailable_reason()
+    if blocks.records is not None:
+        return "The Triton kernels do not read records."
     keys, values = blocks.keys, blocks.values
     if keys.is_cpu and not _launch().INTERPRETED:
         return (

@@ -1,0 +1,66 @@
+"""What a codec is: how the K, or the V, of one block and head become codes and float16 parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+LARGEST_VALUE = 65504.0
+"""The largest magnitude of a value that can be stored: beyond it a zero or a scale could leave float16."""
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """One way to store the K or the V of a block, for one head.
+
+    Shapes: values are `[..., tokens, dim]`, codes uint8 `[..., tokens, row_bytes(dim)]`, parameters float16
+    `[..., *param_shape(tokens, dim)]`. Codes of different tokens never share a byte.
+
+    Attributes:
+        name: Its name, for messages and kernels.
+        bits: Bits of one code.
+        is_per_token: Tokens can be encoded one by one. Otherwise all of a block's are needed at once. The
+            parameters of a per-token codec are `[kinds, tokens, groups]`, so that a token's have their place.
+        is_rotated: What is stored is rotated (see `rotation`).
+    """
+
+    name: ClassVar[str]
+    bits: ClassVar[int]
+    is_per_token: ClassVar[bool] = True
+    is_rotated: ClassVar[bool] = False
+
+    def check(self, dim: int) -> None:
+        """Raise PagedCacheError if heads of that dim cannot be stored."""
+
+    @abstractmethod
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of the codes of one token."""
+
+    @abstractmethod
+    def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
+        """Shape of the float16 parameters of so many tokens."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and parameters of finite values, magnitude at most `LARGEST_VALUE`."""
+
+    @abstractmethod
+    def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
+        """Float32 values as they are stored, that is, rotated where the codec rotates."""
+
+    def decode(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
+        """Float32 values."""
+        from .rotation import unrotate
+
+        x = self.decode_stored(codes, params, dim)
+        return unrotate(x) if self.is_rotated else x
+
+    @abstractmethod
+    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+        """The most that `decode(encode(x))` may differ from x, in each element; broadcasts to x's shape.
+
+        Float32 arithmetic comes on top: a few 1e-7 of the largest value of the token (of the block).
+        """

@@ -1,0 +1,79 @@
+"""4 bits, a scale and a zero per group of channels of one token: what stock caches do, here to be compared with.
+
+```
+group_size 2     x        0.0   1.5 | 60.0  61.5         codes   0  15 |  0  15
+                 zeros    0.0       | 60.0               scales  0.1   |  0.1
+```
+
+It suits V. In K, a channel that is large in every token takes the range of its whole group, in every token.
+Largest error: half a group's scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hf_paged_cache.errors import PagedCacheError
+
+from .codec import Codec
+from .packing import inverse, nibble_bytes, pack_nibbles, scale_up, unpack_nibbles, zero_down
+
+
+@dataclass(frozen=True)
+class Int4Group(Codec):
+    """Asymmetric, one scale and zero per group of a token; parameters `[2, tokens, groups]`, scales first.
+
+    Attributes:
+        group_size: Channels of a group.
+    """
+
+    name: ClassVar[str] = "int4_group"
+    bits: ClassVar[int] = 4
+    group_size: int = 32
+
+    def check(self, dim: int) -> None:
+        """Groups must fill a head."""
+        if dim % self.group_size:
+            divisors = [n for n in (16, 20, 24, 32, 40, 48, 64, 80, 96, 128, dim) if dim % n == 0]
+            raise PagedCacheError(
+                f"group_size must divide the head dim, which is {dim}; got {self.group_size}. "
+                f"Some that do: {', '.join(map(str, divisors))}"
+            )
+
+    def row_bytes(self, dim: int) -> int:
+        """Two channels a byte."""
+        return nibble_bytes(dim)
+
+    def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
+        """A scale and a zero a group."""
+        return (2, tokens, dim // self.group_size)
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes are `(x - zero) / scale`."""
+        groups = self._groups(x)
+        scale, zero = _scale_and_zero(groups)
+        codes = ((groups - zero.float()) * inverse(scale)).round().clamp(0, 15)
+        return pack_nibbles(codes.flatten(-2)), torch.stack((scale[..., 0], zero[..., 0]), dim=-3)
+
+    def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
+        """Zero plus scale times code."""
+        groups = self._groups(unpack_nibbles(codes, dim))
+        scale, zero = (params[..., i, :, :, None].float() for i in (0, 1))
+        return (groups * scale + zero).flatten(-2)
+
+    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+        """Half a scale."""
+        scale, _ = _scale_and_zero(self._groups(x))
+        return (scale.float() / 2).expand(*scale.shape[:-1], self.group_size).flatten(-2)
+
+    def _groups(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float().unflatten(-1, (-1, self.group_size))
+
+
+def _scale_and_zero(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `[..., groups, group_size]`, each `[..., groups, 1]`."""
+    zero = zero_down(groups.amin(-1, keepdim=True))
+    return scale_up((groups.amax(-1, keepdim=True) - zero.float()) / 15), zero

@@ -1,0 +1,60 @@
+"""4 bits, a scale and a zero per token: how V is stored in 4-bit formats.
+
+The vector of one token and head is rotated; its range is cut into 15 steps:
+
+```
+x            0.10  -2.00   0.05   0.90   1.00        (after the rotation)
+zero        -2.00, rounded down to float16            scale  3.00 / 15 = 0.20, rounded up
+codes          10      0     10     14     15         bytes: 14|10 15|0 -|10 = EA F0 0A (see `packing`)
+```
+
+Largest error: half a scale in each rotated channel, which is at most sqrt(n) halves in a channel of x.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from .codec import Codec
+from .packing import inverse, nibble_bytes, pack_nibbles, scale_up, unpack_nibbles, zero_down
+from .rotation import part_size, rotate
+
+
+class Int4Token(Codec):
+    """Rotated, asymmetric, one scale and zero per token; parameters `[2, tokens, 1]`, scales first."""
+
+    name: ClassVar[str] = "int4_token"
+    bits: ClassVar[int] = 4
+    is_rotated: ClassVar[bool] = True
+
+    def row_bytes(self, dim: int) -> int:
+        """Two channels a byte."""
+        return nibble_bytes(dim)
+
+    def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
+        """A scale and a zero a token."""
+        return (2, tokens, 1)
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes are `(x - zero) / scale`."""
+        rotated = rotate(x.float())
+        scale, zero = _scale_and_zero(rotated)
+        codes = ((rotated - zero.float()) * inverse(scale)).round().clamp(0, 15)
+        return pack_nibbles(codes), torch.stack((scale, zero), dim=-3)
+
+    def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
+        """Zero plus scale times code."""
+        scale, zero = params[..., 0, :, :].float(), params[..., 1, :, :].float()
+        return unpack_nibbles(codes, dim).float() * scale + zero
+
+    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+        """Half a scale, in the norm of a part."""
+        scale, _ = _scale_and_zero(rotate(x.float()))
+        return scale.float() / 2 * part_size(x.shape[-1]) ** 0.5
+
+
+def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    zero = zero_down(x.amin(-1, keepdim=True))
+    return scale_up((x.amax(-1, keepdim=True) - zero.float()) / 15), zero

@@ -1,0 +1,56 @@
+"""8 bits, one scale and zero for a whole block and head: what textbooks show, here to be compared with.
+
+```
+block        [[0.0, 1.0], [2.0, 10.2]]     zero 0.0, scale 10.2 / 255 = 0.04 (rounded up to float16)
+codes        [[  0,  25], [ 50,  255]]
+```
+
+One large value costs all others their precision. Largest error: half a scale.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from .codec import Codec
+from .packing import inverse, scale_up, zero_down
+
+
+class Int8Block(Codec):
+    """Asymmetric, one scale and zero per block; parameters `[2]`, the scale first."""
+
+    name: ClassVar[str] = "int8_block"
+    bits: ClassVar[int] = 8
+    is_per_token: ClassVar[bool] = False
+
+    def row_bytes(self, dim: int) -> int:
+        """A byte a channel."""
+        return dim
+
+    def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
+        """A scale and a zero."""
+        return (2,)
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes are `(x - zero) / scale`, 0…255."""
+        wide = x.float()
+        scale, zero = _scale_and_zero(wide)
+        codes = ((wide - zero.float()) * inverse(scale)).round().clamp(0, 255).to(torch.uint8)
+        return codes, torch.cat((scale, zero), dim=-1)[..., 0, :]
+
+    def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
+        """Zero plus scale times code."""
+        return codes.float() * params[..., 0, None, None].float() + params[..., 1, None, None].float()
+
+    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+        """Half a scale."""
+        scale, _ = _scale_and_zero(x.float())
+        return scale.float() / 2
+
+
+def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `[..., tokens, dim]`, each `[..., 1, 1]`."""
+    zero = zero_down(x.amin((-2, -1), keepdim=True))
+    return scale_up((x.amax((-2, -1), keepdim=True) - zero.float()) / 255), zero

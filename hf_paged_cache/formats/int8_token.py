@@ -1,0 +1,54 @@
+"""8 bits, one scale per token: the default of 8-bit formats.
+
+The vector of one token and head is rotated, and divided by a scale that makes its largest magnitude 127:
+
+```
+x            0.10  -2.00   0.05   0.30        (after the rotation)
+scale        2.00 / 127, rounded up to float16
+codes           6   -127      3     19        int8, as bytes 06 81 03 13
+```
+
+Largest error: half a scale in each rotated channel, which is at most sqrt(n) halves in a channel of x.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from .codec import Codec
+from .packing import inverse, scale_up
+from .rotation import part_size, rotate
+
+
+class Int8Token(Codec):
+    """Rotated, symmetric, one scale per token; parameters `[1, tokens, 1]`."""
+
+    name: ClassVar[str] = "int8_token"
+    bits: ClassVar[int] = 8
+    is_rotated: ClassVar[bool] = True
+
+    def row_bytes(self, dim: int) -> int:
+        """A byte a channel."""
+        return dim
+
+    def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
+        """One scale a token."""
+        return (1, tokens, 1)
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes are int8, as bytes."""
+        rotated = rotate(x.float())
+        scale = scale_up(rotated.abs().amax(-1, keepdim=True) / 127)
+        codes = (rotated * inverse(scale)).round().clamp(-127, 127).to(torch.int8)
+        return codes.view(torch.uint8), scale.unsqueeze(-3)
+
+    def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
+        """Scale times code."""
+        return codes.view(torch.int8).float() * params[..., 0, :, :].float()
+
+    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+        """Half a scale, in the norm of a part."""
+        scale = scale_up(rotate(x.float()).abs().amax(-1, keepdim=True) / 127).float()
+        return scale / 2 * part_size(x.shape[-1]) ** 0.5

@@ -1,0 +1,169 @@
+"""A block's record: K and V of one block, layer and head as one run of bytes.
+
+```
+| codes of K       | codes of V       | parameters of K | parameters of V |
+  block_size rows    block_size rows    float16           float16           each part begins at 16 bytes
+```
+
+One run, so that a kernel reads one place in memory and a block moves between tiers in one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import torch
+
+from .codec import Codec
+
+Side = Literal["keys", "values"]
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How K and how V are stored, whatever the shapes.
+
+    Attributes:
+        name: What `kv_cache_dtype` calls it.
+        keys: Codec of K.
+        values: Codec of V.
+    """
+
+    name: str
+    keys: Codec
+    values: Codec
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether tokens can be encoded as they come; otherwise blocks are, when they are full."""
+        return self.keys.is_per_token and self.values.is_per_token
+
+    def bind(self, block_size: int, head_dim: int, v_head_dim: int) -> RecordFormat:
+        """The records of blocks of that shape.
+
+        Raises:
+            PagedCacheError: Such heads cannot be stored in this format.
+        """
+        self.keys.check(head_dim)
+        self.values.check(v_head_dim)
+        return RecordFormat(self, block_size, head_dim, v_head_dim)
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """The records of one block shape: where their parts lie, and how to fill and read them in plain torch.
+
+    Records are uint8 `[..., nbytes]` with contiguous bytes, any strides before.
+
+    Attributes:
+        format: The codecs.
+        block_size: Tokens per block.
+        head_dim: Of K.
+        v_head_dim: Of V.
+    """
+
+    format: KVFormat
+    block_size: int
+    head_dim: int
+    v_head_dim: int
+
+    @cached_property
+    def key_codes(self) -> int:
+        """Byte where the codes of K begin."""
+        return 0
+
+    @cached_property
+    def value_codes(self) -> int:
+        """Byte where the codes of V begin."""
+        return _aligned(self.block_size * self.format.keys.row_bytes(self.head_dim))
+
+    @cached_property
+    def key_params(self) -> int:
+        """Byte where the parameters of K begin."""
+        return self.value_codes + _aligned(self.block_size * self.format.values.row_bytes(self.v_head_dim))
+
+    @cached_property
+    def value_params(self) -> int:
+        """Byte where the parameters of V begin."""
+        count = prod(self.format.keys.param_shape(self.block_size, self.head_dim))
+        return self.key_params + _aligned(2 * count)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+        count = prod(self.format.values.param_shape(self.block_size, self.v_head_dim))
+        return self.value_params + _aligned(2 * count)
+
+    @property
+    def bits_per_value(self) -> float:
+        """All bytes of a record, spread over the values that it holds."""
+        return 8 * self.nbytes / (self.block_size * (self.head_dim + self.v_head_dim))
+
+    def codec(self, side: Side) -> Codec:
+        """The codec of K or V."""
+        return self.format.keys if side == "keys" else self.format.values
+
+    def dim(self, side: Side) -> int:
+        """The head dim of K or V."""
+        return self.head_dim if side == "keys" else self.v_head_dim
+
+    def parts(self, records: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes `[..., block_size, row_bytes]` and parameters of K or V, as views of the records."""
+        codec, dim = self.codec(side), self.dim(side)
+        codes_at, params_at = (
+            (self.key_codes, self.key_params) if side == "keys" else (self.value_codes, self.value_params)
+        )
+        row, shape = codec.row_bytes(dim), codec.param_shape(self.block_size, dim)
+        codes = records[..., codes_at : codes_at + self.block_size * row].unflatten(
+            -1, (self.block_size, row)
+        )
+        params = records[..., params_at : params_at + 2 * prod(shape)].view(torch.float16)
+        return codes, params.unflatten(-1, shape)
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> None:
+        """Fill records with full blocks.
+
+        Args:
+            keys: `[..., block_size, head_dim]`.
+            values: `[..., block_size, v_head_dim]`.
+            records: `[..., nbytes]`, overwritten.
+        """
+        for side, x in (("keys", keys), ("values", values)):
+            codes, params = self.parts(records, side)
+            new_codes, new_params = self.codec(side).encode(x)
+            codes.copy_(new_codes)
+            params.copy_(new_params)
+
+    def encode_tokens(
+        self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor, first: int
+    ) -> None:
+        """Put some tokens into records, of a format that is per token.
+
+        Args:
+            keys: `[..., tokens, head_dim]`.
+            values: `[..., tokens, v_head_dim]`.
+            records: `[..., nbytes]`, changed in place.
+            first: Slot of the first of the tokens.
+        """
+        assert self.format.is_per_token, f"{self.format.name} encodes full blocks only"
+        last = first + keys.shape[-2]
+        for side, x in (("keys", keys), ("values", values)):
+            codes, params = self.parts(records, side)
+            new_codes, new_params = self.codec(side).encode(x)
+            codes[..., first:last, :] = new_codes
+            params[..., first:last, :] = new_params
+
+    def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 K `[..., block_size, head_dim]` and V of records; arbitrary in slots never filled."""
+        keys, values = (
+            self.codec(side).decode(*self.parts(records, side), self.dim(side)) for side in ("keys", "values")
+        )
+        return keys, values
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
