@@ -297,7 +297,11 @@ def _paged(
     sinks = kwargs.get("s_aux")
     fresh_keys, fresh_values = stored.fresh_keys, stored.fresh_values
     window = stored.group.window
-    if q_tokens <= MAX_DECODE_TOKENS and not (window is not None and stored.group.has_gap(stored.start)):
+    # One query reads its own K and V as they are stored. More are a prompt or a draft, and see each other in
+    # the model's precision.
+    reads_own = q_tokens == 1 or fresh_keys is None or stored.blocks.records is None
+    has_gap = window is not None and stored.group.has_gap(stored.start)
+    if q_tokens <= MAX_DECODE_TOKENS and reads_own and not has_gap:
         return dispatch.decode(
             stored.blocks,
             Attention(query, stored.start, stored.end, scale, mask, causal, softcap=softcap, sinks=sinks),
@@ -351,7 +355,7 @@ def _agrees(
     kwargs: dict[str, Any],
 ) -> bool:
     """Whether the kernel and the model's own eager function give the same on this call."""
-    keys, values = stored.views()
+    keys, values = (stored.as_stored() if query.shape[2] == 1 else stored).views()
     want, _ = _host_attention("eager", module, query, keys, values, mask, kwargs)
     got = _paged("eager", module, query, stored, mask, kwargs)
     if type(mask) is LazyMask and mask.padding is not None:

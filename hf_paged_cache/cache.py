@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from . import compat
 from .attention import activate, watch
 from .config import PagedCacheConfig
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
+from .formats import DEFAULT_GROUP_SIZE
 from .kernels import dispatch
 from .layer import PagedLayer, PagedWindowLayer
+from .precision import Precision
 from .spec import LayerSpec
 from .state import CacheState
 from .stats import CacheStats, MemoryFootprint
@@ -43,7 +45,10 @@ class PagedCache(DynamicCache):
         config_or_model: The model, or its config. A model is better: its decoder may hold a config of its
             own.
         block_size: Tokens per block; a power of two from 16 to 256.
-        kv_cache_dtype: `auto` stores K and V in the model's dtype.
+        kv_cache_dtype: How K and V are stored: `auto` in the model's dtype; `int8`, `fp8`, `k8v4`, `int4` in
+            so many bits, read in place by the kernels; `int8_block` and `int4_group` as textbooks do it, to
+            compare with; `adaptive` is `int4` for a prompt (the first forward) of at most
+            `adaptive_threshold` tokens, and `int8` for a longer one.
         max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default is the
             model's `max_position_embeddings` for every row, cut to `gpu_memory_utilization` of the free
             memory. On a CPU memory that was never written is not resident, so a large capacity costs nothing.
@@ -52,7 +57,17 @@ class PagedCache(DynamicCache):
         compile: On a GPU, let `generate` compile its decode step and replay it as a CUDA graph. Every row
             then has its share of the pool from the start, so choose `max_tokens` as (longest sequence) x
             (rows). Experimental. Without effect on other devices and for models with layers that are not
-            paged.
+            paged. Only with `kv_cache_dtype="auto"`.
+        group_size: Channels of a group of `int4_group`, for all layers, or layer index -> number.
+        layer_dtypes: Layer index -> format, for layers that differ from `kv_cache_dtype`.
+        residual_length: Newest tokens that quantised layers keep in the model's dtype, in whole blocks, the
+            one being filled included. The default is one block where K has 4 bits or blocks are encoded as a
+            whole, otherwise none.
+        sink_tokens: First tokens of every row that they keep, in whole blocks. The default is one block where
+            K has 4 bits, otherwise none.
+        key_error_guard: What to do with a layer whose keys lose too much in 4 bits, seen at its first full
+            block: `on` stores its keys in int8 and says so once, `error` raises, `off` does not look.
+        adaptive_threshold: Tokens of the longest prompt that `adaptive` stores in int4.
 
     Raises:
         PagedCacheError: An argument is out of range or of the wrong type.
@@ -69,8 +84,26 @@ class PagedCache(DynamicCache):
         max_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         compile: bool = False,
+        group_size: int | Mapping[int, int] = DEFAULT_GROUP_SIZE,
+        layer_dtypes: Mapping[int, str] | None = None,
+        residual_length: int | None = None,
+        sink_tokens: int | None = None,
+        key_error_guard: str = "on",
+        adaptive_threshold: int = 512,
     ) -> None:
-        settings = PagedCacheConfig(block_size, kv_cache_dtype, max_tokens, gpu_memory_utilization, compile)
+        settings = PagedCacheConfig(
+            block_size,
+            kv_cache_dtype,
+            max_tokens,
+            gpu_memory_utilization,
+            compile,
+            group_size,
+            {} if layer_dtypes is None else layer_dtypes,
+            residual_length,
+            sink_tokens,
+            key_error_guard,
+            adaptive_threshold,
+        )
         config, model = compat.resolve_config(config_or_model)
         specs = compat.layer_specs(config)
         paged = {
@@ -83,6 +116,7 @@ class PagedCache(DynamicCache):
                 f"none of the {len(specs)} layers of this {config.model_type!r} model keeps K and V per "
                 "token, so there is nothing to page; use the model's default cache"
             )
+        _check_layers(settings, specs, paged)
         self._state = CacheState(settings, paged, compat.max_positions(config))
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
@@ -235,6 +269,7 @@ class PagedCache(DynamicCache):
             shared_blocks=sum(pool.num_shared for pool in pools),
             free_blocks=sum(pool.num_free for pool in pools),
             backend=next((layer.backend for layer in self._paged_layers() if layer.backend), None),
+            layer_dtypes=self._state.layer_dtypes(),
         )
 
     def memory_footprint(self) -> MemoryFootprint:
@@ -258,6 +293,28 @@ class PagedCache(DynamicCache):
 
     def _host_layers(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+
+def _check_layers(
+    settings: PagedCacheConfig, specs: Sequence[tuple[LayerSpec, object]], paged: dict[int, LayerSpec]
+) -> None:
+    """Raise if settings name layers that are not paged, or heads do not fit a format."""
+    sizes = settings.group_size if isinstance(settings.group_size, Mapping) else {}
+    for argument, named in (("layer_dtypes", settings.layer_dtypes), ("group_size", sizes)):
+        for index in named:
+            if index >= len(specs):
+                raise PagedCacheError(
+                    f"{argument} names layer {index}, but the model has layers 0…{len(specs) - 1}"
+                )
+            if index not in paged:
+                raise UnsupportedLayerError(
+                    f"{argument} names layer {index}, which is of kind {specs[index][0].layer_type!r} and "
+                    f"keeps no K and V per token; the layers that do are {sorted(paged)}"
+                )
+    for index, form in Precision.of(settings, paged, 0).formats.items():
+        head_dim = paged[index].head_dim
+        if form is not None and head_dim is not None:
+            form.bind(settings.block_size, head_dim, head_dim)
 
 
 def _tensor_bytes(value: Any) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .config import PagedCacheConfig
 from .kv_pool import KVPool, PoolShape
 from .memory import free_memory_bytes
+from .precision import Precision
 from .spec import LayerSpec
 
 _DEFAULT_TOKENS = 8192
@@ -28,7 +30,7 @@ class Capacity:
     ) -> None:
         self._config = config
         self._max_positions = max_positions or _DEFAULT_TOKENS
-        self._layers = Counter(spec.window for spec in specs.values())
+        self._specs = specs
 
     @property
     def row_blocks(self) -> int:
@@ -36,14 +38,22 @@ class Capacity:
         return -(-(self._config.max_tokens or self._max_positions) // self._config.block_size)
 
     def wanted_blocks(
-        self, batch: int, new_tokens: int, shape: PoolShape, *, keep_history: bool, is_static: bool
+        self,
+        batch: int,
+        new_tokens: int,
+        shape: PoolShape,
+        precision: Precision,
+        *,
+        keep_history: bool,
+        is_static: bool,
     ) -> dict[int | None, int]:
         """Blocks of each group, by window.
 
         Args:
             batch: Rows.
             new_tokens: Of the first forward.
-            shape: Of one layer; the others are taken to be as large.
+            shape: Of one layer; the others are taken to have as many heads and channels.
+            precision: How layers are stored.
             keep_history: Windows keep what they would drop.
             is_static: Windows drop nothing at all.
         """
@@ -52,12 +62,15 @@ class Capacity:
             window: full
             if window is None or is_static
             else min(full, batch * self._window_blocks(window, new_tokens if keep_history else 0))
-            for window in self._layers
+            for window in dict.fromkeys(spec.window for spec in self._specs.values())
         }
         if self._config.max_tokens is not None:
             return wanted
-        layer_blocks = sum(blocks * self._layers[window] for window, blocks in wanted.items())
-        wanted_bytes = layer_blocks * size * shape.bytes_per_token()
+        block_bytes: Counter[int | None] = Counter()
+        for index, spec in self._specs.items():
+            stored = replace(shape, format=precision.formats[index])
+            block_bytes[spec.window] += stored.block_bytes(size)
+        wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
         budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device)
         if wanted_bytes <= budget:
             return wanted

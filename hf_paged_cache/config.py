@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import PagedCacheError
+from .formats import DEFAULT_GROUP_SIZE, FORMATS
 
-KV_CACHE_DTYPES = ("auto",)
-"""Formats that K and V can be stored in. `auto` is the model's own dtype."""
+LAYER_DTYPES = ("auto", *FORMATS)
+"""Formats that a layer's K and V can be stored in. `auto` is the model's own dtype."""
+
+KV_CACHE_DTYPES = (*LAYER_DTYPES, "adaptive")
+"""What `kv_cache_dtype` can be: a format, or `adaptive`, which chooses by the length of the prompt."""
+
+KEY_ERROR_GUARDS = ("on", "off", "error")
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 256
@@ -20,12 +28,23 @@ class PagedCacheConfig:
     Attributes:
         block_size: Tokens per block; a power of two from 16 to 256. 64 is the fastest on CPUs, within 16 % of
             32.
-        kv_cache_dtype: Format of stored K and V; `auto` keeps the model's dtype.
+        kv_cache_dtype: Format of stored K and V; `auto` keeps the model's dtype. `adaptive` is `int4` for
+            prompts up to `adaptive_threshold` tokens and `int8` for longer ones.
         max_tokens: Capacity of the pool in tokens, summed over the sequences of a batch. None takes the
             model's `max_position_embeddings` for every sequence, cut to `gpu_memory_utilization`.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
             may take.
         compile: Keep a decode step such that `torch.compile` can trace it, where the device is a GPU.
+        group_size: Channels of a group of `int4_group`; one number, or layer index -> number. It must divide
+            the head dim.
+        layer_dtypes: Layer index -> format, where it is not `kv_cache_dtype`.
+        residual_length: Newest tokens that quantised layers keep in the model's dtype, in whole blocks, the
+            one being filled included. None: as few as the formats can do with.
+        sink_tokens: First tokens of every row that they keep, in whole blocks. None: one block where K has 4
+            bits, otherwise none.
+        key_error_guard: What to do with a layer whose K loses too much in 4 bits (see `guard`): `on` stores
+            its K in int8, `error` raises, `off` does not look.
+        adaptive_threshold: Tokens of the longest prompt that `adaptive` stores in int4.
 
     Raises:
         PagedCacheError: A value is out of range; the message names it.
@@ -36,6 +55,12 @@ class PagedCacheConfig:
     max_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     compile: bool = False
+    group_size: int | Mapping[int, int] = DEFAULT_GROUP_SIZE
+    layer_dtypes: Mapping[int, str] = field(default_factory=dict)
+    residual_length: int | None = None
+    sink_tokens: int | None = None
+    key_error_guard: str = "on"
+    adaptive_threshold: int = 512
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -49,6 +74,7 @@ class PagedCacheConfig:
                 f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}; "
                 "'auto' stores K and V in the model's dtype"
             )
+        self._check_formats()
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens <= 0):
             raise PagedCacheError(
                 f"max_tokens must be a positive number of tokens, got {self.max_tokens!r}; "
@@ -64,6 +90,53 @@ class PagedCacheConfig:
             raise PagedCacheError(
                 f"compile must be True or False, got {self.compile!r}; False is the default"
             )
+        if self.compile and {self.kv_cache_dtype, *self.layer_dtypes.values()} != {"auto"}:
+            raise PagedCacheError(
+                "compile=True stores K and V in the model's dtype, got "
+                f"kv_cache_dtype={self.kv_cache_dtype!r}, layer_dtypes={dict(self.layer_dtypes)}; leave "
+                "either away"
+            )
+
+    def group_size_of(self, layer_idx: int) -> int:
+        """Channels of a group in a layer."""
+        if isinstance(self.group_size, Mapping):
+            return self.group_size.get(layer_idx, DEFAULT_GROUP_SIZE)
+        return self.group_size
+
+    def _check_formats(self) -> None:
+        sizes = self.group_size.values() if isinstance(self.group_size, Mapping) else [self.group_size]
+        if not all(_is_int(size) and size > 0 for size in sizes):
+            raise PagedCacheError(
+                "group_size must be a positive number of channels, or a dict of layer index to such numbers, "
+                f"got {self.group_size!r}; {DEFAULT_GROUP_SIZE} is the default"
+            )
+        named = _names_layers(self.layer_dtypes)
+        if not named or not all(name in LAYER_DTYPES for name in self.layer_dtypes.values()):
+            raise PagedCacheError(
+                f"layer_dtypes must be a dict of layer index to one of {', '.join(LAYER_DTYPES)}, got "
+                f"{self.layer_dtypes!r}; e.g. layer_dtypes={{0: 'int8'}}"
+            )
+        for name in ("residual_length", "sink_tokens"):
+            tokens = getattr(self, name)
+            if tokens is not None and (not _is_int(tokens) or tokens < 0 or tokens % self.block_size):
+                raise PagedCacheError(
+                    f"{name} must be a number of whole blocks of {self.block_size} tokens, got {tokens!r}; "
+                    "None is the default, which keeps as few as the format can do with"
+                )
+        if self.key_error_guard not in KEY_ERROR_GUARDS:
+            raise PagedCacheError(
+                f"key_error_guard must be one of {', '.join(KEY_ERROR_GUARDS)}, got "
+                f"{self.key_error_guard!r}; 'on' is the default"
+            )
+        if not _is_int(self.adaptive_threshold) or self.adaptive_threshold < 0:
+            raise PagedCacheError(
+                f"adaptive_threshold must be a number of tokens, got {self.adaptive_threshold!r}; 512 is the "
+                "default"
+            )
+
+
+def _names_layers(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_int(index) and index >= 0 for index in value)
 
 
 def _is_int(value: object) -> bool:

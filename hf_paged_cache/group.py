@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from .blocks import BlockManager, Reservation
-from .kernels.problem import NULL_BLOCK, LayerBlocks, RowLengths
+from .blocks import BlockManager, DenseBlocks
+from .formats import KVFormat
+from .guard import KeyErrorGuard
+from .kernels.problem import NULL_BLOCK, LayerBlocks, RowLengths, dense_entry
 from .kv_pool import KVPool, PoolShape
+from .precision import Precision
 from .spec import LayerSpec
 
 
@@ -43,11 +46,15 @@ class LayerGroup:
         num_blocks: Blocks of each pool.
         block_size: Tokens per block.
         row_blocks: Blocks of the longest row that is expected; tables are made that wide.
+        precision: How layers are stored; None as they come.
+        guard: Looks at the K of every layer that is stored in 4 bits, once; None does not look.
 
     Attributes:
         window: Tokens a query sees, itself included, or None for all.
         specs: Layer index -> what the config says of that layer.
+        formats: Layer index -> how it is stored, None for the model's dtype.
         manager: Which block belongs to which row; integers only.
+        dense: Which blocks of quantised layers are in the model's dtype; None if none ever is.
         pools: The tensors, made when the first layer that needs them is written.
         owners: Layer index -> whose weights computed that layer's K and V.
     """
@@ -60,16 +67,26 @@ class LayerGroup:
         num_blocks: int,
         block_size: int,
         row_blocks: int,
+        precision: Precision | None = None,
+        guard: KeyErrorGuard | None = None,
     ) -> None:
         self.window = window
         self.specs = specs
+        precision = precision or Precision(dict.fromkeys(specs))
+        self.formats = {index: precision.formats[index] for index in specs}
         self.manager = BlockManager(num_blocks, block_size, window=window)
+        self.dense: DenseBlocks | None = None
+        if precision.keeps_dense_blocks and any(self.formats.values()):
+            self.dense = DenseBlocks(precision.sink_blocks, precision.residual_blocks)
+        self._guard = guard
+        self._unguarded = {i for i in specs if guard is not None and guard.concerns(self.formats[i])}
         self.pools: list[KVPool] = []
         self._row_blocks = row_blocks
         self._tokens = 0
         self.owners: dict[int, Owner] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
-        self._tables: dict[torch.device, torch.Tensor] = {}
+        # By device, and whether entries of dense blocks are marked, which is for quantised layers only.
+        self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._lengths: dict[torch.device, RowLengths] = {}
 
     @property
@@ -90,7 +107,14 @@ class LayerGroup:
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that hold tokens now."""
-        return self.manager.pool.num_referenced * sum(pool.bytes_per_block for pool in self.pools)
+        blocks = self.manager.pool.num_referenced
+        slots = 0 if self.dense is None else len(self.dense.live_slots(self.manager))
+        return sum(
+            pool.bytes_per_block * blocks
+            if pool.form is None
+            else pool.bytes_per_block * (blocks - slots) + pool.bytes_per_slot * slots
+            for pool in self.pools
+        )
 
     @property
     def table_bytes(self) -> int:
@@ -100,30 +124,16 @@ class LayerGroup:
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
-        shape = PoolShape.of(key_states, value_states)
+        shape = PoolShape.of(key_states, value_states, self.formats[layer_idx])
         pool = next((pool for pool in self.pools if pool.shape == shape and pool.has_free_slot), None)
         if pool is None:
-            pool = KVPool(
-                shape,
-                num_blocks=self.num_blocks,
-                num_layers=self._expected_layers(layer_idx),
-                block_size=self.block_size,
-            )
-            self.pools.append(pool)
+            pool = self._new_pool(shape, self._expected_layers(layer_idx))
         slot = pool.claim_slot()
-        table = self._table_on(shape.device)
+        table = self._table_on(shape.device, is_marked=self._has_marks(pool))
         blocks = LayerBlocks(pool.keys[:, slot], pool.values[:, slot], table, self._lengths.get(shape.device))
         self._layers[layer_idx] = (pool, slot, blocks)
+        self._bind(layer_idx)
         return blocks
-
-    def apply(self, reservation: Reservation) -> None:
-        """Bring pools and tables up to what the manager has just reserved."""
-        if reservation.copies:
-            src, dst = (list(ids) for ids in zip(*reservation.copies, strict=True))
-            for pool in self.pools:
-                pool.copy_blocks(src, dst)
-        self.sync_tables(reservation.changed_from)
-        self.set_length(reservation.end)
 
     def set_length(self, tokens: int) -> None:
         """Tell kernels of a GPU how many tokens every row has."""
@@ -140,6 +150,7 @@ class LayerGroup:
         """Begin with so many empty rows."""
         self.manager.start(batch)
         self._tokens = 0
+        self._provide_slots(batch)
         self.sync_tables()
 
     def reset(self) -> None:
@@ -147,12 +158,34 @@ class LayerGroup:
         self.manager.reset()
         self.owners.clear()
         self._tokens = 0
+        if self.dense is not None:
+            self.dense.reset()
 
     def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
         """Make room for new tokens of every row; the caller has seen that there is room."""
+        sealed = self._seal_full(new_tokens)
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history)
         assert reservation is not None, "room was checked for every group before any was reserved"
-        self.apply(reservation)
+        changed_from = min(sealed, reservation.changed_from)
+        copies = _split(reservation.copies)
+        if self.dense is None:
+            for pool in self.pools if copies[0] else ():
+                pool.copy_blocks(*copies)
+        else:
+            moves = self.dense.follow(self.manager, reservation)
+            changed_from = min(changed_from, moves.changed_from)
+            self._grow_slots()
+            for pool in self.pools:
+                if pool.form is None or not (moves.copied or moves.unsealed):
+                    pool.copy_blocks(*copies)
+                    continue
+                if moves.copied:
+                    pool.copy_slots(*_split(moves.copied))
+                if moves.unsealed:
+                    ids, slots = _split(moves.unsealed)
+                    pool.unseal(slots, ids)
+        self.sync_tables(changed_from)
+        self.set_length(reservation.end)
 
     def check_crop(self, num_tokens: int) -> None:
         """Raise what `crop` would raise; changes nothing."""
@@ -161,6 +194,8 @@ class LayerGroup:
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
         self.manager.crop(num_tokens)
+        if self.dense is not None:
+            self.dense.crop(-(-num_tokens // self.block_size))
         self.set_length(num_tokens)
 
     def release_outside_window(self) -> None:
@@ -171,40 +206,74 @@ class LayerGroup:
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference."""
         self.manager.reorder(row_indices)
+        self._provide_slots(self.manager.batch)
         self.sync_tables()
+
+    def check_full(self, new_tokens: int) -> None:
+        """Let the guard look at blocks that a reservation of so many tokens would seal.
+
+        Raises:
+            QuantisationError: It found the K of a layer unfit for its format.
+        """
+        if self.dense is None or not self._unguarded:
+            return
+        full = self.dense.full(self.manager, new_tokens)
+        slots = torch.tensor([slot for slot, _ in full])
+        for layer_idx in sorted(self._unguarded & self._layers.keys()) if full else ():
+            _, _, blocks = self._layers[layer_idx]
+            self._judge(layer_idx, blocks.keys[slots.to(blocks.keys.device)])
+
+    def check_keys(self, layer_idx: int, key_states: torch.Tensor, start: int) -> None:
+        """Let the guard look at the first K of a layer that a write will encode.
+
+        Raises:
+            QuantisationError: It found them unfit for the layer's format.
+        """
+        size, first = self.block_size, -(-start // self.block_size)
+        columns = range(first, (start + key_states.shape[2]) // size)
+        dense = () if self.dense is None else self.dense.columns
+        column = next((column for column in columns if column not in dense), None)
+        if column is not None:
+            self._judge(layer_idx, key_states[:, :, column * size - start : (column + 1) * size - start])
+
+    def is_unguarded(self, layer_idx: int) -> bool:
+        """Whether the guard has yet to look at a layer."""
+        return layer_idx in self._unguarded
 
     def grow(self, num_blocks: int) -> None:
         """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none."""
-        used = self._used_blocks()
-        larger = [pool.copy(num_blocks, used) for pool in self.pools]
+        used, used_slots = self._used_blocks(), self._used_slots()
+        larger = [pool.copy(num_blocks, used, used_slots) for pool in self.pools]
         self.manager.pool.grow(num_blocks - self.num_blocks)
         for pool, copied in zip(self.pools, larger, strict=True):
-            pool.keys, pool.values = copied.keys, copied.values
-        for pool, slot, blocks in self._layers.values():
-            blocks.keys, blocks.values, blocks.native = pool.keys[:, slot], pool.values[:, slot], None
+            pool.keys, pool.values, pool.records = copied.keys, copied.values, copied.records
+        for layer_idx in self._layers:
+            self._bind(layer_idx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
         """A copy with pools of its own, into which only the blocks in use are written."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
-        used = self._used_blocks()
+        used, used_slots = self._used_blocks(), self._used_slots()
         twin.manager = copy.deepcopy(self.manager, memo)
-        twin.owners = dict(self.owners)
-        twin._tables = {device: table.clone() for device, table in self._tables.items()}
+        twin.dense = copy.deepcopy(self.dense, memo)
+        twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
+        twin._tables = {key: table.clone() for key, table in self._tables.items()}
         twin._lengths = {
             device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
         }
-        pools = {id(pool): pool.copy(self.num_blocks, used) for pool in self.pools}
+        pools = {id(pool): pool.copy(self.num_blocks, used, used_slots) for pool in self.pools}
         twin.pools = list(pools.values())
         twin._layers = {}
         for index, (pool, slot, blocks) in self._layers.items():
             mine = pools[id(pool)]
             device = pool.shape.device
-            copied = memo[id(blocks)] = LayerBlocks(
-                mine.keys[:, slot], mine.values[:, slot], twin._tables[device], twin._lengths.get(device)
-            )
+            table = twin._tables[device, self._has_marks(pool)]
+            copied = LayerBlocks(mine.keys[:, slot], mine.values[:, slot], table, twin._lengths.get(device))
+            memo[id(blocks)] = copied
             twin._layers[index] = (mine, slot, copied)
+            twin._bind(index)
         return twin
 
     def has_gap(self, start: int) -> bool:
@@ -214,25 +283,116 @@ class LayerGroup:
 
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""
-        rows = [table.ids for table in self.manager.tables]
-        for device, table in self._tables.items():
+        for (device, is_marked), table in tuple(self._tables.items()):
+            rows = self._rows(is_marked)
+            first = from_column
             if not self._fits(table, rows):
-                table = self._new_table(device, rows)
-                from_column = 0
-            _write_rows(table, rows, from_column)
+                table, first = self._new_table(device, is_marked, rows), 0
+            _write_rows(table, rows, first)
+        if self.dense is not None:
+            columns = tuple(self.dense.columns)
+            for pool, _, blocks in self._layers.values():
+                blocks.dense_columns = columns if pool.form is not None else ()
+
+    def _rows(self, is_marked: bool) -> list[list[int]]:
+        """The entries of all rows."""
+        rows = [table.ids for table in self.manager.tables]
+        if not is_marked or self.dense is None:
+            return rows
+        rows = [row.copy() for row in rows]
+        for row in rows:
+            for column, slot in self.dense.slots_of(row):
+                row[column] = dense_entry(slot)
+        return rows
+
+    def _has_marks(self, pool: KVPool) -> bool:
+        return self.dense is not None and pool.form is not None
+
+    def _bind(self, layer_idx: int) -> None:
+        """Point a layer's blocks to where its pool's tensors lie now."""
+        pool, slot, blocks = self._layers[layer_idx]
+        blocks.keys, blocks.values = pool.keys[:, slot], pool.values[:, slot]
+        blocks.records = None if pool.records is None else pool.records[:, slot]
+        blocks.form = pool.form
+        blocks.native = blocks.choice = None
+
+    def _new_pool(self, shape: PoolShape, num_layers: int) -> KVPool:
+        pool = KVPool(
+            shape,
+            num_blocks=self.num_blocks,
+            num_layers=num_layers,
+            block_size=self.block_size,
+            num_slots=0 if self.dense is None else self.dense.num_slots,
+        )
+        self.pools.append(pool)
+        return pool
+
+    def _provide_slots(self, batch: int) -> None:
+        if self.dense is not None:
+            self.dense.provide(batch * self.dense.slots_per_row)
+            self._grow_slots()
+
+    def _grow_slots(self) -> None:
+        """Make the pools as large as the slots that were given out."""
+        num_slots = 0 if self.dense is None else self.dense.num_slots
+        grown = [pool for pool in self.pools if pool.form is not None and pool.keys.shape[0] < num_slots]
+        for pool in grown:
+            pool.grow_slots(num_slots)
+        for layer_idx in self._layers if grown else ():
+            self._bind(layer_idx)
+
+    def _seal_full(self, new_tokens: int) -> int:
+        """Encode the blocks that are full. Returns the first column whose entry changes."""
+        if self.dense is None:
+            return len(self.manager.tables[0].ids)
+        before = self.dense.columns
+        taken = self.dense.take_full(self.manager, new_tokens)
+        if not taken:
+            return len(self.manager.tables[0].ids)
+        slots, ids = _split(taken)
+        for pool in self.pools:
+            if pool.form is not None:
+                pool.seal(slots, ids)
+        return min(column for column in before if column not in self.dense.columns)
+
+    def _judge(self, layer_idx: int, keys: torch.Tensor) -> None:
+        """Let the guard decide on a layer, by full blocks `[..., kv_heads, block_size, head_dim]` of K."""
+        form = self.formats[layer_idx]
+        assert self._guard is not None, "only a guard leaves layers unguarded"
+        assert form is not None, "the guard concerns quantised layers"
+        better = self._guard.judge(layer_idx, form, keys)
+        self._unguarded.discard(layer_idx)
+        if better is not None:
+            self._move(layer_idx, better)
+
+    def _move(self, layer_idx: int, form: KVFormat) -> None:
+        """Store a layer in another format, before any of its blocks is a record."""
+        old, old_slot, blocks = self._layers[layer_idx]
+        pool = self._new_pool(replace(old.shape, format=form), 1)
+        slot = pool.claim_slot()
+        for index in self._used_slots():
+            pool.keys[index, slot] = old.keys[index, old_slot]
+            pool.values[index, slot] = old.values[index, old_slot]
+        self.formats[layer_idx] = form
+        self._layers[layer_idx] = (pool, slot, blocks)
+        self._bind(layer_idx)
+
+    def _used_slots(self) -> list[int]:
+        return [] if self.dense is None else self.dense.live_slots(self.manager)
 
     def _used_blocks(self) -> list[int]:
         return sorted({block_id for table in self.manager.tables for block_id in table.stored_ids()})
 
     def _expected_layers(self, layer_idx: int) -> int:
-        hint = self.specs[layer_idx]
-        return sum(1 for index, spec in self.specs.items() if spec == hint and index not in self._layers)
+        hint = self.specs[layer_idx], self.formats[layer_idx]
+        alike = [index for index, spec in self.specs.items() if (spec, self.formats[index]) == hint]
+        return sum(1 for index in alike if index not in self._layers)
 
-    def _table_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._tables:
-            rows = [table.ids for table in self.manager.tables]
-            _write_rows(self._new_table(device, rows), rows, 0)
-        return self._tables[device]
+    def _table_on(self, device: torch.device, *, is_marked: bool) -> torch.Tensor:
+        if (device, is_marked) not in self._tables:
+            rows = self._rows(is_marked)
+            _write_rows(self._new_table(device, is_marked, rows), rows, 0)
+        return self._tables[device, is_marked]
 
     def _columns(self, longest: int) -> int:
         """Columns of a new table, for rows of which the longest has so many blocks."""
@@ -245,20 +405,27 @@ class LayerGroup:
     def _fits(self, table: torch.Tensor, rows: list[list[int]]) -> bool:
         return table.shape[0] == len(rows) and all(len(row) <= table.shape[1] for row in rows)
 
-    def _new_table(self, device: torch.device, rows: list[list[int]]) -> torch.Tensor:
-        """A table that rows do not outgrow and lengths for as many rows, for every layer on that device."""
+    def _new_table(self, device: torch.device, is_marked: bool, rows: list[list[int]]) -> torch.Tensor:
+        """A table that rows do not outgrow and lengths for as many rows, for the layers that read it."""
         longest = max((len(row) for row in rows), default=0)
         columns = self._columns(longest)
         with torch.inference_mode(False):
             table = torch.full((len(rows), columns), NULL_BLOCK, dtype=torch.int32, device=device)
-            if self._has_lengths(device):
+            held = self._lengths.get(device)
+            if self._has_lengths(device) and (held is None or held.on_device.shape[0] != len(rows)):
                 lengths = torch.full((len(rows),), self._tokens, dtype=torch.int32, device=device)
                 self._lengths[device] = RowLengths(self._tokens, lengths)
-        self._tables[device] = table
+        self._tables[device, is_marked] = table
         for pool, _, blocks in self._layers.values():
             if pool.shape.device == device:
-                blocks.table, blocks.lengths, blocks.native = table, self._lengths.get(device), None
+                blocks.lengths, blocks.native = self._lengths.get(device), None
+                if self._has_marks(pool) == is_marked:
+                    blocks.table = table
         return table
+
+
+def _split(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _write_rows(table: torch.Tensor, rows: list[list[int]], from_column: int) -> None:

@@ -1,27 +1,41 @@
-"""Where K and V lie: the preallocated tensors of layers that share one shape."""
+"""Where K and V lie: the preallocated tensors of layers that share one shape and format."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .formats import KVFormat, RecordFormat
 from .kernels import dispatch
 from .memory import advise_huge_pages
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What layers must agree on to lie in one pool."""
+    """What layers must agree on to lie in one pool.
+
+    Attributes:
+        kv_heads: Heads of K and V.
+        head_dim: Of K.
+        v_head_dim: Of V.
+        dtype: Of the model's K and V.
+        device: Where they are.
+        format: How they are stored; None as they come.
+    """
 
     kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
     device: torch.device
+    format: KVFormat | None = None
 
     @classmethod
-    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> PoolShape:
+    def of(
+        cls, key_states: torch.Tensor, value_states: torch.Tensor, form: KVFormat | None = None
+    ) -> PoolShape:
         """The shape that stores `[batch, kv_heads, tokens, head_dim]` K and V."""
         return cls(
             kv_heads=key_states.shape[1],
@@ -29,31 +43,54 @@ class PoolShape:
             v_head_dim=value_states.shape[3],
             dtype=key_states.dtype,
             device=key_states.device,
+            format=form,
         )
 
-    def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in one layer."""
-        return self.kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+    def records(self, block_size: int) -> RecordFormat | None:
+        """The records of quantised blocks."""
+        return None if self.format is None else self.format.bind(block_size, self.head_dim, self.v_head_dim)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in one layer."""
+        form = self.records(block_size)
+        if form is not None:
+            return self.kv_heads * form.nbytes
+        return self.kv_heads * block_size * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
 
 
 class KVPool:
-    """K and V of several layers: two tensors `[blocks, layers, kv_heads, block_size, head_dim]`.
+    """K and V of several layers.
 
-    A block's K (or V) in all layers is one contiguous run, and one (block, layer, head) tile is contiguous.
+    Without a format they lie in two tensors `[blocks, layers, kv_heads, block_size, head_dim]`: a block's K
+    (or V) in all layers is one contiguous run, and one (block, layer, head) tile is contiguous. With one
+    there are records, `[blocks, layers, kv_heads, nbytes]`, and the two tensors have `slots` for the few
+    blocks that stay in the model's dtype.
+
     The memory is left uninitialised: on a CPU it costs nothing until a block is written.
 
     Attributes:
         shape: What its layers agree on.
-        keys: `[blocks, layers, kv_heads, block_size, head_dim]`.
-        values: `[blocks, layers, kv_heads, block_size, v_head_dim]`.
+        form: What the bytes of records mean, or None.
+        keys: `[blocks or slots, layers, kv_heads, block_size, head_dim]`.
+        values: `[blocks or slots, layers, kv_heads, block_size, v_head_dim]`.
+        records: uint8 `[blocks, layers, kv_heads, nbytes]`, or None.
     """
 
-    def __init__(self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int) -> None:
+    def __init__(
+        self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int, num_slots: int = 0
+    ) -> None:
         self.shape = shape
+        self.form = shape.records(block_size)
         self._num_layers = num_layers
         self._block_size = block_size
         self._claimed = 0
-        self.keys, self.values = self._allocate(num_blocks)
+        self.records: torch.Tensor | None = None
+        if self.form is None:
+            num_slots = num_blocks
+        else:
+            records = num_blocks, num_layers, shape.kv_heads, self.form.nbytes
+            self.records = _empty(records, torch.uint8, shape.device)
+        self.keys, self.values = self._allocate(num_slots)
 
     @property
     def has_free_slot(self) -> bool:
@@ -62,13 +99,19 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of all tensors."""
+        return self.keys.nbytes + self.values.nbytes + (0 if self.records is None else self.records.nbytes)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers of the pool."""
-        return self.nbytes // self.keys.shape[0]
+        """Bytes of one block over all layers of the pool, as it is stored for good."""
+        return self._num_layers * self.shape.block_bytes(self._block_size)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one block in the model's dtype, over all layers of the pool."""
+        dims = self.shape.head_dim + self.shape.v_head_dim
+        return self._num_layers * self.shape.kv_heads * self._block_size * dims * self.shape.dtype.itemsize
 
     def claim_slot(self) -> int:
         """Give the next layer its place in the second dimension."""
@@ -78,32 +121,69 @@ class KVPool:
 
     def copy_blocks(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks, all layers at once (copy-on-write)."""
+        if self.records is not None:
+            dispatch.copy_blocks(self.records, src, dst)
+        else:
+            self.copy_slots(src, dst)
+
+    def copy_slots(self, src: list[int], dst: list[int]) -> None:
+        """Copy whole blocks in the model's dtype, all layers at once."""
         dispatch.copy_blocks(self.keys, src, dst)
         dispatch.copy_blocks(self.values, src, dst)
 
-    def copy(self, num_blocks: int, used: list[int]) -> KVPool:
+    def seal(self, slots: list[int], ids: list[int]) -> None:
+        """Encode full blocks, all layers at once: slot -> record."""
+        assert self.form is not None, "only a quantised pool seals blocks"
+        assert self.records is not None, "a quantised pool has records"
+        dispatch.encode_blocks(self.form, self.records, self.keys, self.values, slots, ids)
+
+    def unseal(self, slots: list[int], ids: list[int]) -> None:
+        """Decode blocks that will be written to: record -> slot."""
+        assert self.form is not None, "only a quantised pool unseals blocks"
+        assert self.records is not None, "a quantised pool has records"
+        dispatch.decode_blocks(self.form, self.records, self.keys, self.values, slots, ids)
+
+    def grow_slots(self, num_slots: int) -> None:
+        """Have so many slots; contents stay."""
+        keys, values = self._allocate(num_slots)
+        for new, old in ((keys, self.keys), (values, self.values)):
+            new[: old.shape[0]] = old
+        self.keys, self.values = keys, values
+
+    def copy(self, num_blocks: int, used: list[int], used_slots: Sequence[int]) -> KVPool:
         """Another pool for the same layers.
 
         Args:
             num_blocks: Its blocks.
             used: Ids whose content is copied. The others are not touched, so that they stay free of charge.
+            used_slots: The same for the slots of a quantised pool.
         """
         twin = KVPool(
-            self.shape, num_blocks=num_blocks, num_layers=self._num_layers, block_size=self._block_size
+            self.shape,
+            num_blocks=num_blocks,
+            num_layers=self._num_layers,
+            block_size=self._block_size,
+            num_slots=self.keys.shape[0],
         )
         twin._claimed = self._claimed
-        for block_id in used:
-            twin.keys[block_id] = self.keys[block_id]
-            twin.values[block_id] = self.values[block_id]
+        if self.records is not None and twin.records is not None:
+            for block_id in used:
+                twin.records[block_id] = self.records[block_id]
+        for index in used if self.records is None else used_slots:
+            twin.keys[index] = self.keys[index]
+            twin.values[index] = self.values[index]
         return twin
 
-    def _allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocate(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self.shape
-        leading = (num_blocks, self._num_layers, shape.kv_heads, self._block_size)
-        # A pool made inside torch.inference_mode() could not be written outside of it.
-        with torch.inference_mode(False):
-            keys = torch.empty(*leading, shape.head_dim, dtype=shape.dtype, device=shape.device)
-            values = torch.empty(*leading, shape.v_head_dim, dtype=shape.dtype, device=shape.device)
-        advise_huge_pages(keys)
-        advise_huge_pages(values)
-        return keys, values
+        leading = (num_slots, self._num_layers, shape.kv_heads, self._block_size)
+        keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device)
+        return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # A pool made inside torch.inference_mode() could not be written outside of it.
+    with torch.inference_mode(False):
+        tensor = torch.empty(*shape, dtype=dtype, device=device)
+    advise_huge_pages(tensor)
+    return tensor

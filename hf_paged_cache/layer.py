@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from . import compiled
-from .errors import CacheMismatchError, PagedCacheError
+from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .masks import PagedLength, StaticLength
@@ -31,7 +31,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def __init__(self, state: CacheState, layer_idx: int) -> None:
         self._state = state
         self.layer_idx = layer_idx
-        self._blocks: LayerBlocks | None = None
         self._last_seen: tuple[Any, ...] | None = None
         self._last_read: weakref.ref[StoredKV] | None = None
 
@@ -39,8 +38,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take a place in a pool for K `[batch, kv_heads, tokens, head_dim]` and V of these shapes."""
-        if self._blocks is None:
-            self._blocks = self._state.claim(self.layer_idx, key_states, value_states)
+        if self.layer_idx not in self._state.blocks:
+            self._state.claim(self.layer_idx, key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -60,6 +59,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             CacheMismatchError: Shape, dtype or device do not fit what the cache holds, or there are no new
                 tokens.
             PoolExhausted: No room; nothing was written in any layer.
+            UnstorableValueError: A quantised layer was given NaN, infinity, or too large a magnitude. The
+                step is taken back.
+            QuantisationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
         """
         state = self._state
         if state.can_be_static and torch.compiler.is_compiling() and state.would_be_static(key_states.device):
@@ -70,10 +72,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         if start != state.step_start or start + new_tokens != state.step_end or not new_tokens:
             state.begin_step(self.layer_idx, key_states, value_states)
-        blocks = self._blocks
+        blocks = state.blocks.get(self.layer_idx)
         if blocks is None:
             blocks = self._claim(key_states, value_states)
-        if key_states.requires_grad or value_states.requires_grad:
+        if blocks.records is not None:
+            self._write_quantised(blocks, key_states.detach(), value_states.detach(), start)
+        elif key_states.requires_grad or value_states.requires_grad:
             # What is stored is a constant; a backend in torch would else make the pool part of the graph.
             dispatch.write(blocks, key_states.detach(), value_states.detach(), start)
         else:
@@ -252,6 +256,29 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             owner=group.owners.get(self.layer_idx),
         )
 
+    @property
+    def _blocks(self) -> LayerBlocks | None:
+        return self._state.blocks.get(self.layer_idx)
+
+    def _write_quantised(
+        self, blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
+    ) -> None:
+        state = self._state
+        try:
+            group = state.group_of(self.layer_idx)
+            if group.is_unguarded(self.layer_idx):
+                group.check_keys(self.layer_idx, key_states, start)
+            dispatch.write(blocks, key_states, value_states, start)
+        except UnstorableValueError as error:
+            state.abort_step()
+            raise UnstorableValueError(
+                f"layer {self.layer_idx}: {error}. The step is taken back. Look for what makes the model "
+                f"overflow, or keep the layer as it is: layer_dtypes={{{self.layer_idx}: 'auto'}}"
+            ) from error
+        except QuantisationError:
+            state.abort_step()
+            raise
+
     def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         try:
             self.lazy_initialization(key_states, value_states)
@@ -259,8 +286,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             # Out of memory, most likely, and earlier layers have written this step already.
             self._state.abort_step()
             raise
-        assert self._blocks is not None, "a layer has blocks once it is initialised"
-        return self._blocks
+        return self._state.blocks[self.layer_idx]
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""

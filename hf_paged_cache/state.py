@@ -19,10 +19,12 @@ import torch
 from . import static
 from .capacity import Capacity
 from .config import PagedCacheConfig
-from .errors import CacheMismatchError, PagedCacheError, PoolExhausted
+from .errors import CacheMismatchError, PagedCacheError, PoolExhausted, QuantisationError
 from .group import LayerGroup
+from .guard import KeyErrorGuard
 from .kernels.problem import LayerBlocks
 from .kv_pool import PoolShape
+from .precision import Precision
 from .spec import LayerSpec
 from .static import StaticGroup
 
@@ -44,6 +46,8 @@ class CacheState:
         is_static: Whether steps can be compiled: every row has its blocks from the start. Then `tokens`,
             `step_start` and `step_end` are what they were at the last `pull`.
         has_open_step: Some layer of static rows has yet to join the step in progress.
+        blocks: Layer index -> where its K and V lie; filled as layers get their first.
+        precision: How layers are stored; settled when rows begin.
     """
 
     def __init__(
@@ -65,6 +69,10 @@ class CacheState:
         self._capacity = Capacity(config, specs, max_positions)
         self._last_written: int | None = None
         self._groups: dict[int | None, LayerGroup] = {}
+        self.blocks: dict[int, LayerBlocks] = {}
+        self.precision = Precision.of(config, specs, 0)
+        guard = config.key_error_guard
+        self._guard = None if guard == "off" else KeyErrorGuard(raises=guard == "error")
 
     @property
     def groups(self) -> list[LayerGroup]:
@@ -75,6 +83,13 @@ class CacheState:
         """The group that a layer belongs to (only after the first update)."""
         return self._groups[self._specs[layer_idx].window]
 
+    def layer_dtypes(self) -> dict[int, str]:
+        """Layer index -> name of the format that it is stored in now."""
+        formats = dict(self.precision.formats)
+        for group in self.groups:
+            formats.update(group.formats)
+        return {index: "auto" if form is None else form.name for index, form in formats.items()}
+
     # --- the step -------------------------------------------------------------------------------------------
 
     def begin_step(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -83,6 +98,7 @@ class CacheState:
         Raises:
             CacheMismatchError: The layers do not advance together.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
+            QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
         """
         start, new_tokens = self.tokens[layer_idx], key_states.shape[2]
         if self.broken:
@@ -101,7 +117,7 @@ class CacheState:
             self._open_rows(key_states, value_states)
         try:
             self._reserve(start, new_tokens)
-        except PoolExhausted:
+        except (PoolExhausted, QuantisationError):
             self.broken = self.has_host_states
             if not start:
                 self.reset()
@@ -181,7 +197,9 @@ class CacheState:
         """Give a layer its place in a pool."""
         if not self._groups:
             self._open_rows(key_states, value_states)
-        return self.group_of(layer_idx).claim(layer_idx, key_states, value_states)
+        blocks = self.group_of(layer_idx).claim(layer_idx, key_states, value_states)
+        self.blocks[layer_idx] = blocks
+        return blocks
 
     # --- what a user does between forwards ------------------------------------------------------------------
 
@@ -235,6 +253,8 @@ class CacheState:
         """Raise an AssertionError if blocks were lost or the layers disagree."""
         for group in self.groups:
             group.manager.check_integrity()
+            if group.dense is not None:
+                group.dense.check_integrity(table.ids for table in group.manager.tables)
             assert group.num_tokens in (self.step_end, 0), (
                 f"the group of window {group.window} has {group.num_tokens} tokens, the cache {self.step_end}"
             )
@@ -277,12 +297,19 @@ class CacheState:
 
     def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, new_tokens = key_states.shape[0], key_states.shape[2]
+        precision = Precision.of(self.config, self._specs, new_tokens)
+        if precision != self.precision:
+            # Pools of another format are of no use any more.
+            self.precision = precision
+            self._groups.clear()
+            self.blocks.clear()
         if not self._groups:
             self.is_static = self.would_be_static(key_states.device)
         capacity = self._capacity.wanted_blocks(
             batch,
             new_tokens,
             PoolShape.of(key_states, value_states),
+            precision,
             keep_history=self.record_past,
             is_static=self.is_static,
         )
@@ -293,12 +320,21 @@ class CacheState:
                 group.grow(max(group.num_blocks, capacity[group.window]))
         for window in () if self._groups else tuple(capacity):
             specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
-            self._groups[window] = (StaticGroup if self.is_static else LayerGroup)(
-                window,
-                specs,
-                num_blocks=capacity[window],
-                block_size=self.config.block_size,
-                row_blocks=capacity[window] // batch if self.is_static else self._capacity.row_blocks,
+            size, num_blocks = self.config.block_size, capacity[window]
+            self._groups[window] = (
+                StaticGroup(
+                    window, specs, num_blocks=num_blocks, block_size=size, row_blocks=num_blocks // batch
+                )
+                if self.is_static
+                else LayerGroup(
+                    window,
+                    specs,
+                    num_blocks=num_blocks,
+                    block_size=size,
+                    row_blocks=self._capacity.row_blocks,
+                    precision=precision,
+                    guard=self._guard,
+                )
             )
         for group in self.groups:
             group.start(batch)
@@ -320,6 +356,8 @@ class CacheState:
         keep = self.record_past
         for group in self.groups:
             self._make_room(group, start, new_tokens)
+        for group in self.groups:
+            group.check_full(new_tokens)
         for group in self.groups:
             group.reserve(new_tokens, keep_history=keep)
 

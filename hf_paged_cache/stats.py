@@ -42,7 +42,9 @@ class CacheStats:
         used_blocks: Blocks that hold tokens, each counted once however many rows share it.
         shared_blocks: Blocks held by more than one row.
         free_blocks: Blocks that can be taken.
-        backend: The kernels in use: `cpp`, `torch` or `reference`; None before the first update.
+        backend: The kernels in use: `cpp`, `triton`, `torch` or `reference`; None before the first update.
+        layer_dtypes: Layer index -> the format that the layer is stored in, as it is now: `adaptive` has
+            chosen and the guard has looked at keys.
     """
 
     batch: int
@@ -53,3 +55,4 @@ class CacheStats:
     shared_blocks: int
     free_blocks: int
     backend: str | None
+    layer_dtypes: dict[int, str]

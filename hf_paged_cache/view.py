@@ -93,6 +93,10 @@ class StoredKV:
                 "`.clone()` it in time"
             )
 
+    def as_stored(self) -> StoredKV:
+        """The same tokens, those of this forward as they are stored."""
+        return StoredKV(self.state, self.blocks, self.layer_idx, self.start, self.end)
+
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K `[batch, kv_heads, tokens, head_dim]` and V as ordinary tensors, built once per view."""
         if self._dense is None:

@@ -14,10 +14,11 @@ PACKAGE = Path(hf_paged_cache.__file__).parent
 # Lower layers first: a module may import from its own line and from lines above it.
 LAYERS = [
     ["errors"],
+    ["formats"],
     ["config", "spec", "stats"],
-    ["blocks", "formats"],
+    ["precision", "blocks"],
     ["kernels"],
-    ["memory", "lazy"],
+    ["memory", "lazy", "guard"],
     ["kv_pool"],
     ["group", "capacity"],
     ["static"],

@@ -62,8 +62,8 @@ def kv_format(name: str, *, group_size: int = DEFAULT_GROUP_SIZE) -> KVFormat | 
         return None
     if name not in FORMATS:
         raise PagedCacheError(
-            f"kv_cache_dtype must be one of auto, {', '.join(FORMATS)}, got {name!r}; 'auto' stores K and V in "
-            "the model's dtype"
+            f"kv_cache_dtype must be one of auto, {', '.join(FORMATS)}, got {name!r}; 'auto' stores K and V "
+            "in the model's dtype"
         )
     form = FORMATS[name]
     keys, values = (

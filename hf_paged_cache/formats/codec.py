@@ -8,6 +8,10 @@ from typing import ClassVar
 
 import torch
 
+from hf_paged_cache.errors import PagedCacheError
+
+from .rotation import unrotate
+
 LARGEST_VALUE = 65504.0
 """The largest magnitude of a value that can be stored: beyond it a zero or a scale could leave float16."""
 
@@ -34,6 +38,8 @@ class Codec(ABC):
 
     def check(self, dim: int) -> None:
         """Raise PagedCacheError if heads of that dim cannot be stored."""
+        if dim < 1:
+            raise PagedCacheError(f"a head has at least one channel, got a head dim of {dim}")
 
     @abstractmethod
     def row_bytes(self, dim: int) -> int:
@@ -53,8 +59,6 @@ class Codec(ABC):
 
     def decode(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
         """Float32 values."""
-        from .rotation import unrotate
-
         x = self.decode_stored(codes, params, dim)
         return unrotate(x) if self.is_rotated else x
 

@@ -48,7 +48,8 @@ class Fp8Token(Codec):
 
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
         """Scale times the number that the byte is."""
-        return codes.view(torch.float8_e4m3fn).float() * params[..., 0, :, :].float()
+        values: torch.Tensor = codes.view(torch.float8_e4m3fn).float() * params[..., 0, :, :].float()
+        return values
 
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Of normal and of subnormal numbers."""

@@ -50,7 +50,8 @@ class Int4Channel(Codec):
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
         """Zero plus scale times code."""
         scale, zero = params[..., :1, :].float(), params[..., 1:, :].float()
-        return unpack_nibbles(codes, dim).float() * scale + zero
+        values: torch.Tensor = unpack_nibbles(codes, dim).float() * scale + zero
+        return values
 
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Half a scale."""

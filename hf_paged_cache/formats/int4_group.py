@@ -1,4 +1,4 @@
-"""4 bits, a scale and a zero per group of channels of one token: what stock caches do, here to be compared with.
+"""4 bits, a scale and a zero per group of channels of one token: what stock caches do, to be compared with.
 
 ```
 group_size 2     x        0.0   1.5 | 60.0  61.5         codes   0  15 |  0  15
@@ -62,7 +62,8 @@ class Int4Group(Codec):
         """Zero plus scale times code."""
         groups = self._groups(unpack_nibbles(codes, dim))
         scale, zero = (params[..., i, :, :, None].float() for i in (0, 1))
-        return (groups * scale + zero).flatten(-2)
+        values: torch.Tensor = groups * scale + zero
+        return values.flatten(-2)
 
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Half a scale."""
@@ -70,7 +71,7 @@ class Int4Group(Codec):
         return (scale.float() / 2).expand(*scale.shape[:-1], self.group_size).flatten(-2)
 
     def _groups(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float().unflatten(-1, (-1, self.group_size))
+        return torch.unflatten(x.float(), -1, (-1, self.group_size))
 
 
 def _scale_and_zero(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

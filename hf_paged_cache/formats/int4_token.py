@@ -47,12 +47,13 @@ class Int4Token(Codec):
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
         """Zero plus scale times code."""
         scale, zero = params[..., 0, :, :].float(), params[..., 1, :, :].float()
-        return unpack_nibbles(codes, dim).float() * scale + zero
+        values: torch.Tensor = unpack_nibbles(codes, dim).float() * scale + zero
+        return values
 
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Half a scale, in the norm of a part."""
         scale, _ = _scale_and_zero(rotate(x.float()))
-        return scale.float() / 2 * part_size(x.shape[-1]) ** 0.5
+        return scale.float().mul(part_size(x.shape[-1]) ** 0.5 / 2)
 
 
 def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

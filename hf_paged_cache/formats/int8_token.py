@@ -46,9 +46,10 @@ class Int8Token(Codec):
 
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
         """Scale times code."""
-        return codes.view(torch.int8).float() * params[..., 0, :, :].float()
+        values: torch.Tensor = codes.view(torch.int8).float() * params[..., 0, :, :].float()
+        return values
 
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Half a scale, in the norm of a part."""
         scale = scale_up(rotate(x.float()).abs().amax(-1, keepdim=True) / 127).float()
-        return scale / 2 * part_size(x.shape[-1]) ** 0.5
+        return scale.mul(part_size(x.shape[-1]) ** 0.5 / 2)

@@ -118,11 +118,9 @@ class RecordFormat:
             (self.key_codes, self.key_params) if side == "keys" else (self.value_codes, self.value_params)
         )
         row, shape = codec.row_bytes(dim), codec.param_shape(self.block_size, dim)
-        codes = records[..., codes_at : codes_at + self.block_size * row].unflatten(
-            -1, (self.block_size, row)
-        )
+        codes = records[..., codes_at : codes_at + self.block_size * row]
         params = records[..., params_at : params_at + 2 * prod(shape)].view(torch.float16)
-        return codes, params.unflatten(-1, shape)
+        return torch.unflatten(codes, -1, (self.block_size, row)), torch.unflatten(params, -1, shape)
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> None:
         """Fill records with full blocks.
@@ -132,7 +130,7 @@ class RecordFormat:
             values: `[..., block_size, v_head_dim]`.
             records: `[..., nbytes]`, overwritten.
         """
-        for side, x in (("keys", keys), ("values", values)):
+        for side, x in _sides(keys, values):
             codes, params = self.parts(records, side)
             new_codes, new_params = self.codec(side).encode(x)
             codes.copy_(new_codes)
@@ -151,7 +149,7 @@ class RecordFormat:
         """
         assert self.format.is_per_token, f"{self.format.name} encodes full blocks only"
         last = first + keys.shape[-2]
-        for side, x in (("keys", keys), ("values", values)):
+        for side, x in _sides(keys, values):
             codes, params = self.parts(records, side)
             new_codes, new_params = self.codec(side).encode(x)
             codes[..., first:last, :] = new_codes
@@ -159,10 +157,12 @@ class RecordFormat:
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Float32 K `[..., block_size, head_dim]` and V of records; arbitrary in slots never filled."""
-        keys, values = (
-            self.codec(side).decode(*self.parts(records, side), self.dim(side)) for side in ("keys", "values")
-        )
-        return keys, values
+        keys = self.format.keys.decode(*self.parts(records, "keys"), self.head_dim)
+        return keys, self.format.values.decode(*self.parts(records, "values"), self.v_head_dim)
+
+
+def _sides(keys: torch.Tensor, values: torch.Tensor) -> tuple[tuple[Side, torch.Tensor], ...]:
+    return ("keys", keys), ("values", values)
 
 
 def _aligned(count: int) -> int:

@@ -1,7 +1,7 @@
 """The rotation that spreads what sticks out in a few channels over all of them.
 
-A vector x of K or V is stored as `H (signs * x) / sqrt(n)`, H being the Hadamard matrix of the n channels of a
-part. This is orthogonal, so that q·k does not change when both are rotated, and a weighted sum of rotated V
+A vector x of K or V is stored as `H (signs * x) / sqrt(n)`, H being the Hadamard matrix of the n channels of
+a part. This is orthogonal, so that q·k does not change when both are rotated, and a weighted sum of rotated V
 needs to be rotated back only once. Fixed signs keep a constant vector from falling into one channel. (QuaRot,
 Ashkboos et al. 2024; the transform is the fast Walsh-Hadamard one.)
 
@@ -59,11 +59,11 @@ def _transform(x: torch.Tensor) -> torch.Tensor:
     n = part_size(dim)
     step = 1
     while step < n:
-        pairs = x.unflatten(-1, (dim // (2 * step), 2, step))
+        pairs = torch.unflatten(x, -1, (dim // (2 * step), 2, step))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         step *= 2
-    return x * n**-0.5
+    return x.mul(n**-0.5)
 
 
 def _signs_like(x: torch.Tensor) -> torch.Tensor:

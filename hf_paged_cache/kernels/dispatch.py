@@ -226,7 +226,7 @@ def decode_blocks(
     slots: list[int],
     ids: list[int],
 ) -> None:
-    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` says.
+    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` is.
 
     Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
     """

@@ -9,16 +9,19 @@ no mask, and no head is repeated.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from . import dispatch, parts, torch_blocks
-from .masking import all_over, both, causal_visible, read_mask
+from .masking import additive, all_over, both, causal_visible, read_mask
 from .parts import Part
 from .problem import Attention, LayerBlocks
 
 CHUNK_TOKENS = 2048
 """Stored tokens that are dense at one time."""
+FEW_TOKENS = 16
+"""Up to so many queries read records as a decode step does, more have them decoded chunk by chunk."""
 STRIP_TOKENS = 256
 """Fresh queries that are attended at one time."""
 
@@ -80,12 +83,28 @@ def attend_with_history(
     grouped = parts.split_heads(read.query.contiguous(), blocks.keys.shape[1])
     part = _attend_fresh(a, grouped, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
     if history:
-        chunk_tokens = _chunk_tokens(a)
-        stored = torch_blocks.attend_blocks(
-            blocks, a, grouped, old_visible, old_bias, chunk_tokens=chunk_tokens
-        )
-        part = stored.merge(part)
+        part = _attend_history(blocks, a, read.query, grouped, old_visible, old_bias).merge(part)
     return torch_blocks.with_sinks(part, sinks, read.taken).tokens_first(dtype)
+
+
+def _attend_history(
+    blocks: LayerBlocks,
+    a: Attention,
+    query: torch.Tensor,
+    grouped: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> Part:
+    """Attention over the stored tokens; `grouped` is `query`, its heads split by kv head."""
+    if blocks.records is not None and query.shape[2] <= FEW_TOKENS:
+        mask = visible if bias is None else additive(visible, bias, torch.float32)
+        question = replace(a, query=query, mask=mask)
+        out, lse = dispatch.decode(blocks, question, return_lse=True)
+        heads = blocks.keys.shape[1]
+        return Part(parts.split_heads(out.transpose(1, 2), heads), parts.split_heads(lse, heads))
+    return torch_blocks.attend_blocks(
+        blocks, a, grouped, visible, bias, chunk_tokens=_chunk_tokens(a), read=dispatch.gather
+    )
 
 
 def _attend_fresh(

@@ -69,6 +69,9 @@ class LayerBlocks:
             not stored. Columns past the end of a row hold arbitrary ids.
         records: None, or uint8 `[num_blocks, kv_heads, nbytes]`, usually a strided slice.
         form: What the bytes of `records` mean.
+        dense_columns: Columns of the table whose entries name slots, in order, the same in every row; as far
+            as the host has noted them.
+        fault: None, or int32 `[2]` where kernels of a GPU note that they met K, or V, that cannot be stored.
         lengths: Of the rows, on a GPU; None where kernels are told by the host.
         native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field
             above is replaced.
@@ -81,12 +84,14 @@ class LayerBlocks:
     lengths: RowLengths | None = None
     records: torch.Tensor | None = None
     form: RecordFormat | None = None
+    dense_columns: tuple[int, ...] = ()
+    fault: torch.Tensor | None = None
     native: Any = field(default=None, repr=False)
     choice: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A backend's form points into these very tensors, and a copy has others.
-        kept = ("keys", "values", "table", "lengths", "records", "form")
+        kept = ("keys", "values", "table", "lengths", "records", "form", "dense_columns", "fault")
         return None, {name: getattr(self, name) for name in kept} | {"native": None, "choice": None}
 
     @property

@@ -74,8 +74,8 @@ def check_storable(key_states: torch.Tensor, value_states: torch.Tensor) -> None
 def unstorable(name: str) -> UnstorableValueError:
     """The error for K or V, by name."""
     return UnstorableValueError(
-        f"{name} has a NaN, an infinity or a magnitude above {LARGEST_VALUE:g}, for which a quantised block has "
-        "no scale"
+        f"{name} has a NaN, an infinity or a magnitude above {LARGEST_VALUE:g}, for which a quantised block "
+        "has no scale"
     )
 
 
@@ -194,7 +194,7 @@ def decode_blocks(
     slots: list[int],
     ids: list[int],
 ) -> None:
-    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` says.
+    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` is.
 
     Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
     """

@@ -6,7 +6,7 @@ dense history never exists as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn.functional import embedding
@@ -161,6 +161,7 @@ def attend_blocks(
     bias: torch.Tensor | None,
     *,
     chunk_tokens: int,
+    read: Callable[[LayerBlocks, int, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> Part:
     """Attention over the stored tokens, chunk by chunk, without the sinks.
 
@@ -171,9 +172,12 @@ def attend_blocks(
         visible: What the mask lets see of `[a.start, a.end)`, as `masking` has it.
         bias: What the mask adds.
         chunk_tokens: Tokens of the temporary.
+        read: What decodes quantised blocks, to values of the model's dtype. By default they are decoded here,
+            to float32.
     """
     merged: Part | None = None
-    if blocks.records is not None:
+    tokens = _tokens if read is None or blocks.records is None else read
+    if blocks.records is not None and read is None:
         query = query.to(accumulate_dtype(query))
     for start, end in _chunks(blocks, a.start, a.end, chunk_tokens):
         columns = slice(start - a.start, end - a.start)
@@ -181,7 +185,7 @@ def attend_blocks(
         seen = _visible_by_position(blocks, a, start, end)
         seen = both(seen, None if visible is None else visible[..., columns])
         for first, last, shown in _pieces(blocks, seen, start, end):
-            keys, values = _tokens(blocks, first, last)
+            keys, values = tokens(blocks, first, last)
             part = parts.attend(
                 query,
                 keys,

@@ -1,0 +1,175 @@
+"""Which blocks of quantised layers are kept in the model's own dtype, and in which slots of the pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from hf_paged_cache.blocks.block import NULL_BLOCK
+from hf_paged_cache.blocks.manager import BlockManager, Reservation
+
+
+class Moves(NamedTuple):
+    """What a reservation changes in the slots, as pairs of (source, target).
+
+    Attributes:
+        copied: Slot -> slot: a shared block that a row will write to.
+        unsealed: Block id -> slot: a record that a row will write to, after its tail was cropped.
+        changed_from: First column of the tables whose entry changed.
+    """
+
+    copied: list[tuple[int, int]]
+    unsealed: list[tuple[int, int]]
+    changed_from: int
+
+
+class DenseBlocks:
+    """The dense blocks of one layer group: the first `sink_blocks` of every row, and its newest ones.
+
+    All rows are equally long, so it is the same columns in all tables; which slot a block has goes by its id,
+    so that rows that share a block share its slot. A block that was being filled is sealed by the first
+    reservation after it is full, not before: what a rejected draft wrote never becomes bytes.
+
+    ```
+    block_size 4, sink_blocks 1, residual_blocks 1        (D: dense, r: record)
+    reserve 18:  DDDD rrrr rrrr rrrr DD                   full blocks of a prompt become records at once
+    reserve 2:   DDDD rrrr rrrr rrrr DDDD                 full, but a draft may be cropped yet
+    reserve 1:   DDDD rrrr rrrr rrrr rrrr D
+    crop to 15:  DDDD rrrr rrrr rrr                       the bytes stay
+    reserve 1:   DDDD rrrr rrrr DDDD                      a write decodes that one block
+    ```
+
+    Plain data, can be deep-copied.
+
+    Args:
+        sink_blocks: Blocks at the beginning of every row.
+        residual_blocks: Blocks at its end, the one being filled included; 0 where formats take single tokens.
+
+    Attributes:
+        columns: The columns that are dense now, in order.
+        num_slots: Slots that pools must have.
+    """
+
+    def __init__(self, sink_blocks: int, residual_blocks: int) -> None:
+        self.sink_blocks = sink_blocks
+        self.residual_blocks = residual_blocks
+        self.columns: list[int] = []
+        self.num_slots = 0
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+
+    @property
+    def slots_per_row(self) -> int:
+        """Slots that a row can need at one time: one block may be full and not yet sealed."""
+        return self.sink_blocks + self.residual_blocks + (1 if self.residual_blocks else 0)
+
+    def live_slots(self, manager: BlockManager) -> list[int]:
+        """Slots of blocks that rows hold, in order."""
+        return sorted(slot for block_id, slot in self._slots.items() if manager.pool.ref_count(block_id))
+
+    def full(self, manager: BlockManager, new_tokens: int) -> list[tuple[int, int]]:
+        """Blocks to seal before new tokens are reserved, as (slot, block id)."""
+        columns = self._full_columns(manager, new_tokens)
+        ids = {table.ids[c]: None for c in columns for table in manager.tables if table.ids[c] != NULL_BLOCK}
+        return [(self._slots[block_id], block_id) for block_id in ids]
+
+    def take_full(self, manager: BlockManager, new_tokens: int) -> list[tuple[int, int]]:
+        """What `full` says; those blocks are dense no more, and their slots free."""
+        columns, taken = self._full_columns(manager, new_tokens), self.full(manager, new_tokens)
+        self.columns = [column for column in self.columns if column not in columns]
+        for _, block_id in taken:
+            self._drop(block_id)
+        return taken
+
+    def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
+        """Give slots to what a reservation made dense."""
+        size, tables = manager.block_size, manager.tables
+        first_new = -(-reservation.start // size)
+        last = (reservation.end - 1) // size
+        copied: list[tuple[int, int]] = []
+        unsealed: list[tuple[int, int]] = []
+        changed_from = reservation.changed_from
+        if reservation.start % size and self._writes_densely(reservation.start // size):
+            column = reservation.start // size
+            sources = {new: old for old, new in reservation.copies}
+            for block_id in {table.ids[column]: None for table in tables}:
+                source = sources.get(block_id, block_id)
+                if source in self._slots and source != block_id:
+                    copied.append((self._slots[source], self._slot_for(manager, block_id)))
+                elif source not in self._slots:
+                    unsealed.append((source, self._slot_for(manager, block_id)))
+            if column not in self.columns:
+                self.columns.append(column)
+                changed_from = min(changed_from, column)
+        for column in range(first_new, last + 1):
+            is_dense = column < self.sink_blocks or column > last - self.residual_blocks
+            ids = {table.ids[column]: None for table in tables if table.ids[column] != NULL_BLOCK}
+            for block_id in ids:
+                if is_dense:
+                    self._slot_for(manager, block_id)
+                else:
+                    self._drop(block_id)
+            if is_dense and ids:
+                self.columns.append(column)
+        self.columns = sorted(c for c in self.columns if tables[0].ids[c] != NULL_BLOCK)
+        return Moves(copied, unsealed, changed_from)
+
+    def crop(self, num_blocks: int) -> None:
+        """Forget the columns that rows do not have any more."""
+        self.columns = [column for column in self.columns if column < num_blocks]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.columns = []
+        self._slots.clear()
+        self._free = list(range(self.num_slots - 1, -1, -1))
+
+    def provide(self, num_slots: int) -> None:
+        """Have at least so many slots."""
+        self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
+        self.num_slots = max(self.num_slots, num_slots)
+
+    def slots_of(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """The dense columns of a row, as (column, slot)."""
+        return [
+            (column, self._slots[ids[column]])
+            for column in self.columns
+            if column < len(ids) and ids[column] != NULL_BLOCK
+        ]
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise an AssertionError if a dense block has no slot, or two blocks have one."""
+        slots = list(self._slots.values())
+        if len({*slots, *self._free}) != self.num_slots or len(slots) + len(self._free) != self.num_slots:
+            raise AssertionError(
+                f"{len(slots)} used and {len(self._free)} free slots are not the {self.num_slots} there are"
+            )
+        for row, ids in enumerate(tables):
+            for column in self.columns:
+                if ids[column] != NULL_BLOCK and ids[column] not in self._slots:
+                    raise AssertionError(f"block {ids[column]} (row {row}, column {column}) has no slot")
+
+    def _full_columns(self, manager: BlockManager, new_tokens: int) -> list[int]:
+        if not self.residual_blocks:
+            return []
+        last = (manager.num_tokens + new_tokens - 1) // manager.block_size
+        end = min(last - self.residual_blocks + 1, manager.num_tokens // manager.block_size)
+        return [column for column in self.columns if self.sink_blocks <= column < end]
+
+    def _writes_densely(self, column: int) -> bool:
+        return self.residual_blocks > 0 or column < self.sink_blocks
+
+    def _slot_for(self, manager: BlockManager, block_id: int) -> int:
+        if block_id not in self._slots:
+            if not self._free:
+                for stale in [b for b in self._slots if not manager.pool.ref_count(b)]:
+                    self._drop(stale)
+            if not self._free:
+                self.provide(self.num_slots + max(1, self.num_slots // 2))
+            self._slots[block_id] = self._free.pop()
+        return self._slots[block_id]
+
+    def _drop(self, block_id: int) -> None:
+        slot = self._slots.pop(block_id, None)
+        if slot is not None:
+            self._free.append(slot)

@@ -1,0 +1,56 @@
+"""Which layer is stored in which format, and which blocks stay in the model's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .config import PagedCacheConfig
+from .formats import KVFormat, kv_format
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the layers of a cache are stored.
+
+    Attributes:
+        formats: Layer index -> its format, None for the model's own dtype.
+        sink_blocks: Blocks at the beginning of every row that quantised layers keep as they came.
+        residual_blocks: Blocks at the end that they keep, the one being filled included; 0 where tokens go to
+            bytes at once.
+    """
+
+    formats: dict[int, KVFormat | None]
+    sink_blocks: int = 0
+    residual_blocks: int = 0
+
+    @classmethod
+    def of(cls, config: PagedCacheConfig, layers: Iterable[int], prompt_tokens: int) -> Precision:
+        """What the settings say for a prompt of so many tokens."""
+        name = config.kv_cache_dtype
+        if name == "adaptive":
+            name = "int4" if prompt_tokens <= config.adaptive_threshold else "int8"
+        formats = {
+            index: kv_format(config.layer_dtypes.get(index, name), group_size=config.group_size_of(index))
+            for index in layers
+        }
+        # Layers share tables, so all of them keep what one of them has to keep.
+        quantised = [form for form in formats.values() if form is not None]
+        keeps_sinks = any(form.keys.bits <= 4 for form in quantised)
+        needs_full_blocks = keeps_sinks or any(not form.is_per_token for form in quantised)
+        size, sinks, residual = config.block_size, config.sink_tokens, config.residual_length
+        return cls(
+            formats,
+            sink_blocks=int(keeps_sinks) if sinks is None else sinks // size,
+            residual_blocks=max(int(needs_full_blocks), 0 if residual is None else residual // size),
+        )
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any layer is."""
+        return any(self.formats.values())
+
+    @property
+    def keeps_dense_blocks(self) -> bool:
+        """Whether quantised layers keep any block as it came."""
+        return self.is_quantised and bool(self.sink_blocks or self.residual_blocks)
