@@ -84,9 +84,9 @@ MODES = (
 )
 
 
-def _generate(case: ModelCase, mode: Mode, cache: Any) -> list[torch.Tensor]:
-    """The sequences after each turn."""
-    model = shared_model(case.name)
+def _generate(case: ModelCase, mode: Mode, cache: Any, model: Any = None) -> list[torch.Tensor]:
+    """The sequences after each turn, of the case's float32 model or another one."""
+    model = shared_model(case.name) if model is None else model
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **mode.options, cache_kwarg(): cache}
     if mode.assistant:
         options["assistant_model"] = assistant_for(case.name)

@@ -7,7 +7,7 @@ the type has. Nothing is rotated: a float has its precision relative to each val
 x            0.10  -2.00   0.05   0.30
 scale        2.00 / 448, rounded up to float16
 x / scale    22.4   -448   11.2   67.2
-stored         22   -448     11     64        sign, 4 bits of exponent (bias 7), 3 of mantissa: 33 FE 2B 68
+stored         22   -448     11     64        sign, 4 bits of exponent (bias 7), 3 of mantissa: 5B FE 53 68
 ```
 
 Largest error: 1/16 of the value itself, and scale / 1024 for those so small that they are subnormal.

@@ -6,10 +6,10 @@ rotated, as that would mix the channels again. A block must be full before it ca
 
 ```
            channel 0   channel 1
-token 0       60.1       -0.5          zero  60.0625  -0.5        (rounded down to float16)
-token 1       60.7        0.1          scale  0.0425   0.1334     (rounded up)
+token 0       60.1       -0.5          zero  60.09375  -0.5       (rounded down to float16)
+token 1       60.7        0.1          scale  0.0404    0.1334    (rounded up)
 token 2       60.4        1.5
-codes       1, 15, 8    0, 4, 15       a byte holds two channels of one token (see `packing`)
+codes       0, 15, 8    0, 4, 15       a byte holds two channels of one token (see `packing`)
 ```
 
 Largest error: half the channel's scale.

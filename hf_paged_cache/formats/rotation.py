@@ -2,8 +2,12 @@
 
 A vector x of K or V is stored as `H (signs * x) / sqrt(n)`, H being the Hadamard matrix of the n channels of
 a part. This is orthogonal, so that q·k does not change when both are rotated, and a weighted sum of rotated V
-needs to be rotated back only once. Fixed signs keep a constant vector from falling into one channel. (QuaRot,
-Ashkboos et al. 2024; the transform is the fast Walsh-Hadamard one.)
+needs to be rotated back only once. (QuaRot, Ashkboos et al. 2024; the transform is the fast Walsh-Hadamard
+one.)
+
+Fixed signs keep a constant vector from falling into one channel. The sign of channel i, with bits b0, b1,
+..., is the parity of b0 b1 + b2 b3 + ...: no function is farther from all rows of a Hadamard matrix (it is
+bent, Rothaus 1976), so a constant is spread evenly over the channels.
 
 Channels are rotated in parts of n, the largest power of two that divides the head dim:
 
@@ -25,9 +29,6 @@ from functools import lru_cache
 
 import torch
 
-_SIGN_HASH = 0x9E3779B1
-"""Knuth's multiplicative hash; the sign of channel i is bit 31 of i times this."""
-
 
 def part_size(dim: int) -> int:
     """The n of a head dim: the largest power of two that divides it."""
@@ -39,7 +40,7 @@ def signs(dim: int) -> tuple[int, ...]:
     """1 or -1 for each channel; all 1 where nothing is rotated."""
     if part_size(dim) == 1:
         return (1,) * dim
-    return tuple(-1 if (i * _SIGN_HASH) >> 31 & 1 else 1 for i in range(dim))
+    return tuple(-1 if (i & i >> 1 & 0x5555).bit_count() & 1 else 1 for i in range(dim))
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:

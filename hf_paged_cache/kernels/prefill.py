@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from . import dispatch, parts, torch_blocks
-from .masking import additive, all_over, both, causal_visible, read_mask
+from .masking import accumulate_dtype, additive, all_over, both, causal_visible, read_mask
 from .parts import Part
 from .problem import Attention, LayerBlocks
 
@@ -96,7 +96,8 @@ def _attend_history(
     bias: torch.Tensor | None,
 ) -> Part:
     """Attention over the stored tokens; `grouped` is `query`, its heads split by kv head."""
-    if blocks.records is not None and query.shape[2] <= FEW_TOKENS:
+    is_float64 = accumulate_dtype(query) == torch.float64  # which a log-sum-exp in float32 would spoil
+    if blocks.records is not None and query.shape[2] <= FEW_TOKENS and not is_float64:
         mask = visible if bias is None else additive(visible, bias, torch.float32)
         question = replace(a, query=query, mask=mask)
         out, lse = dispatch.decode(blocks, question, return_lse=True)

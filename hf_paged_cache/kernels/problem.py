@@ -69,10 +69,13 @@ class LayerBlocks:
             not stored. Columns past the end of a row hold arbitrary ids.
         records: None, or uint8 `[num_blocks, kv_heads, nbytes]`, usually a strided slice.
         form: What the bytes of `records` mean.
-        dense_columns: Columns of the table whose entries name slots, in order, the same in every row; as far
-            as the host has noted them.
-        fault: None, or int32 `[2]` where kernels of a GPU note that they met K, or V, that cannot be stored.
         lengths: Of the rows, on a GPU; None where kernels are told by the host.
+        dense_columns: Columns of the table whose entries lie below `NULL_BLOCK` (or are `NULL_BLOCK` in some
+            rows), sorted, the same in every row. Only backends whose tables lie on a device want to know;
+            empty although there are slots means that nobody has said, and they look at the table.
+        fault: None, or int32 `[2]` on the device, for K and V: writes set it to 1 where they find what a
+            quantised block has no scale for, and store zeros for that token. Without it they raise, for which
+            they wait for the device.
         native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field
             above is replaced.
         choice: The dispatcher's note of the backend that serves blocks of this dtype, device and layout.

@@ -90,9 +90,11 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
 
 
 def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `gather` returns, in float32 where it is stored in records."""
+    """What `gather` returns, in float32 or more where it is stored in records."""
     batch, heads = blocks.table.shape[0], blocks.keys.shape[1]
-    dtype = blocks.keys.dtype if blocks.records is None else torch.float32
+    dtype = blocks.keys.dtype
+    if blocks.records is not None and dtype != torch.float64:
+        dtype = torch.float32
     keys = blocks.keys.new_zeros(batch, heads, end - start, blocks.keys.shape[3], dtype=dtype)
     values = blocks.values.new_zeros(batch, heads, end - start, blocks.values.shape[3], dtype=dtype)
     for row in range(batch):

@@ -258,7 +258,7 @@ def _columns(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor:
 
 
 def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the stored tokens, float32 if out of records; null blocks hold arbitrary values."""
+    """Copies of the stored tokens, float32 or more if out of records; null blocks hold arbitrary values."""
     skip = start % blocks.block_size
     if blocks.records is not None and blocks.form is not None:
         keys, values = _decoded(blocks, blocks.records, blocks.form, _columns(blocks, start, end))
@@ -273,12 +273,14 @@ def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
 def _decoded(
     blocks: LayerBlocks, records: torch.Tensor, form: RecordFormat, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 K and V `[batch, kv_heads, columns * block_size, dim]` of blocks `[batch, columns]`."""
+    """K and V `[batch, kv_heads, columns * block_size, dim]` of blocks `[batch, columns]`, float32 or more."""
     entries = columns.long()
-    found = form.decode(records[entries.clamp(min=0)])  # [batch, columns, kv_heads, block_size, dim]
+    dtype = accumulate_dtype(blocks.keys)
+    # [batch, columns, kv_heads, block_size, dim]
+    found = [x.to(dtype) for x in form.decode(records[entries.clamp(min=0)])]
     dense = entries < NULL_BLOCK
     for x, pool in zip(found, (blocks.keys, blocks.values), strict=True):
-        x[dense] = pool[-2 - entries[dense]].to(x.dtype)
+        x[dense] = pool[-2 - entries[dense]].to(dtype)
     keys, values = (x.transpose(1, 2).flatten(2, 3) for x in found)
     return keys, values
 
