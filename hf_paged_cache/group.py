@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .blocks import BlockManager, DenseBlocks
+from .faults import Faults
 from .formats import KVFormat
 from .guard import KeyErrorGuard
 from .kernels.problem import NULL_BLOCK, LayerBlocks, RowLengths, dense_entry
@@ -88,6 +89,7 @@ class LayerGroup:
         # By device, and whether entries of dense blocks are marked, which is for quantised layers only.
         self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._lengths: dict[torch.device, RowLengths] = {}
+        self._faults: dict[torch.device, Faults] = {}
 
     @property
     def block_size(self) -> int:
@@ -160,6 +162,13 @@ class LayerGroup:
         self._tokens = 0
         if self.dense is not None:
             self.dense.reset()
+        for faults in self._faults.values():
+            faults.reset()
+
+    def check_faults(self) -> None:
+        """Raise UnstorableValueError if kernels of a GPU have met K or V that cannot be stored."""
+        for faults in self._faults.values():
+            faults.check()
 
     def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
         """Make room for new tokens of every row; the caller has seen that there is room."""
@@ -259,6 +268,7 @@ class LayerGroup:
         twin.manager = copy.deepcopy(self.manager, memo)
         twin.dense = copy.deepcopy(self.dense, memo)
         twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
+        twin._faults = {}
         twin._tables = {key: table.clone() for key, table in self._tables.items()}
         twin._lengths = {
             device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
@@ -315,6 +325,11 @@ class LayerGroup:
         blocks.records = None if pool.records is None else pool.records[:, slot]
         blocks.form = pool.form
         blocks.native = blocks.choice = None
+        if pool.form is not None and pool.shape.device.type != "cpu":
+            device = pool.shape.device
+            if device not in self._faults:
+                self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
+            blocks.fault = self._faults[device].of(layer_idx)
 
     def _new_pool(self, shape: PoolShape, num_layers: int) -> KVPool:
         pool = KVPool(

@@ -19,7 +19,13 @@ import torch
 from . import static
 from .capacity import Capacity
 from .config import PagedCacheConfig
-from .errors import CacheMismatchError, PagedCacheError, PoolExhausted, QuantisationError
+from .errors import (
+    CacheMismatchError,
+    PagedCacheError,
+    PoolExhausted,
+    QuantisationError,
+    UnstorableValueError,
+)
 from .group import LayerGroup
 from .guard import KeyErrorGuard
 from .kernels.problem import LayerBlocks
@@ -99,6 +105,7 @@ class CacheState:
             CacheMismatchError: The layers do not advance together.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
             QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
+            UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
         """
         start, new_tokens = self.tokens[layer_idx], key_states.shape[2]
         if self.broken:
@@ -117,7 +124,7 @@ class CacheState:
             self._open_rows(key_states, value_states)
         try:
             self._reserve(start, new_tokens)
-        except (PoolExhausted, QuantisationError):
+        except (PoolExhausted, QuantisationError, UnstorableValueError):
             self.broken = self.has_host_states
             if not start:
                 self.reset()
@@ -355,6 +362,7 @@ class CacheState:
     def _reserve(self, start: int, new_tokens: int) -> None:
         keep = self.record_past
         for group in self.groups:
+            group.check_faults()
             self._make_room(group, start, new_tokens)
         for group in self.groups:
             group.check_full(new_tokens)

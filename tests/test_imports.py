@@ -18,7 +18,7 @@ LAYERS = [
     ["config", "spec", "stats"],
     ["precision", "blocks"],
     ["kernels"],
-    ["memory", "lazy", "guard"],
+    ["memory", "lazy", "guard", "faults"],
     ["kv_pool"],
     ["group", "capacity"],
     ["static"],
@@ -27,6 +27,7 @@ LAYERS = [
     ["masks"],
     ["layer", "attention"],
     ["cache"],
+    ["profiler"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -37,7 +37,7 @@ class Int4Group(Codec):
     def check(self, dim: int) -> None:
         """Groups must fill a head."""
         if dim % self.group_size:
-            divisors = [n for n in (16, 20, 24, 32, 40, 48, 64, 80, 96, 128, dim) if dim % n == 0]
+            divisors = [n for n in range(8, dim + 1) if dim % n == 0]
             raise PagedCacheError(
                 f"group_size must divide the head dim, which is {dim}; got {self.group_size}. "
                 f"Some that do: {', '.join(map(str, divisors))}"

@@ -1,0 +1,346 @@
+"""What a quantised `PagedCache` promises beside its tokens: bytes, guard, formats per layer, refusals."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged_cache import PagedCache
+from hf_paged_cache.errors import QuantisationError, UnstorableValueError
+from hf_paged_cache.faults import Faults
+from hf_paged_cache.formats import FORMATS, kv_format
+from hf_paged_cache.guard import KEY_ERROR_BOUND, key_error
+from tests.models import cache_kwarg, shared_model
+
+BLOCK = 16
+NAMES = tuple(FORMATS)
+
+
+def cache_of(model: Any, name: str, **options: Any) -> PagedCache:
+    return PagedCache(model, kv_cache_dtype=name, **{"block_size": BLOCK, "group_size": 8} | options)
+
+
+def ids(tokens: int, rows: int = 2, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def feed(model: Any, cache: PagedCache, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(tokens, **{cache_kwarg(): cache}).logits
+    return out
+
+
+def states(tokens: int, rows: int = 1, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as the llama case's layers have them."""
+    g = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(rows, 2, tokens, 16, generator=g) for _ in range(2))
+    return keys, values
+
+
+def update_all(cache: PagedCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+    for layer_idx in range(len(cache.layers)):
+        cache.update(keys, values, layer_idx)
+
+
+@pytest.fixture
+def model() -> Any:
+    return shared_model("llama")
+
+
+# --- bytes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_those_of_records_and_of_the_blocks_kept_dense(model: Any, name: str) -> None:
+    cache = cache_of(model, name, max_tokens=2 * 160)
+    feed(model, cache, ids(101))
+    form = kv_format(name, group_size=8)
+    assert form is not None
+    record = 3 * 2 * form.bind(BLOCK, 16, 16).nbytes  # layers, kv heads
+    dense = 3 * 2 * 2 * BLOCK * 16 * 4
+    kept = {"int4": 2, "int4_group": 2, "int8_block": 1}.get(name, 0)
+    slots = {"int4": 3, "int4_group": 3, "int8_block": 2}.get(name, 0)
+    footprint, stats = cache.memory_footprint(), cache.stats()
+    assert stats.used_blocks == 2 * 7
+    assert footprint.used_bytes == 2 * ((7 - kept) * record + kept * dense)
+    assert footprint.pool_bytes == stats.num_blocks * record + 2 * slots * dense
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_allocates_no_pool(model: Any, name: str) -> None:
+    cache = cache_of(model, name, max_tokens=400)
+    feed(model, cache, ids(40))
+    before = cache.memory_footprint().pool_bytes
+    for step in range(60):
+        feed(model, cache, ids(1, seed=step))
+    assert cache.memory_footprint().pool_bytes == before
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_written_once(model: Any, name: str) -> None:
+    cache = cache_of(model, name)
+    feed(model, cache, ids(80))
+    group = cache._state.groups[0]
+    sealed = [i for table in group.manager.tables for i in table.ids[1:4]]
+    before = [pool.records[sealed].clone() for pool in group.pools if pool.records is not None]
+    for step in range(40):
+        feed(model, cache, ids(1, seed=step))
+    for pool, content in zip(group.pools, before, strict=True):
+        assert pool.records is not None
+        assert torch.equal(pool.records[sealed], content)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_crop_keeps_the_bytes_and_a_write_decodes_that_one_block(model: Any, name: str) -> None:
+    cache = cache_of(model, name)
+    keys, values = states(5 * BLOCK + 3)
+    update_all(cache, keys, values)
+    held = [layer.keys.clone() for layer in cache.layers]
+    records = [pool.records.clone() for pool in cache._state.groups[0].pools if pool.records is not None]
+    cache.crop(-(BLOCK + 10))
+    kept = 4 * BLOCK - 7
+    for layer, before in zip(cache.layers, held, strict=True):
+        assert torch.equal(layer.keys.clone(), before[:, :, :kept])
+    for pool, before in zip(cache._state.groups[0].pools, records, strict=True):
+        assert torch.equal(pool.records, before)
+    new_keys, new_values = states(1, seed=1)
+    update_all(cache, new_keys, new_values)
+    for layer, before in zip(cache.layers, held, strict=True):
+        assert torch.equal(layer.keys.clone()[:, :, :kept], before[:, :, :kept])
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_layers_show_is_close_to_what_they_were_given(model: Any, name: str) -> None:
+    cache = cache_of(model, name)
+    keys, values = states(70)
+    update_all(cache, keys, values)
+    for layer in cache.layers:
+        for shown, given in ((layer.keys, keys), (layer.values, values)):
+            assert shown.dtype == given.dtype
+            assert shown.shape == given.shape
+            error = float((shown - given).norm() / given.norm())
+            assert 0 < error < 0.15
+
+
+def test_a_deep_copy_goes_its_own_way(model: Any) -> None:
+    for name in NAMES:
+        cache = cache_of(model, name)
+        feed(model, cache, ids(50))
+        twin = copy.deepcopy(cache)
+        expected = feed(model, cache, ids(20, seed=1))
+        for step in range(30):
+            feed(model, cache, ids(1, seed=step))
+        assert torch.equal(feed(model, twin, ids(20, seed=1)), expected), name
+        twin.check_integrity()
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_repeated_and_selected_rows(model: Any, name: str) -> None:
+    cache = cache_of(model, name)
+    feed(model, cache, ids(45))
+    twin = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(3)
+    more = ids(1, rows=6, seed=2)
+    grown = feed(model, cache, more)
+    for step in range(20):
+        feed(model, cache, ids(1, rows=6, seed=step))
+    cache.batch_select_indices(torch.tensor([4, 0]))
+    cache.check_integrity()
+    twin.batch_select_indices(torch.tensor([1, 0]))
+    assert torch.allclose(feed(model, twin, more[[4, 0]]), grown[[4, 0]], atol=1e-4)
+
+
+# --- formats of layers --------------------------------------------------------------------------------------
+
+
+def test_layers_can_have_formats_and_groups_of_their_own(model: Any) -> None:
+    cache = cache_of(
+        model, "int4", layer_dtypes={0: "int8", 2: "auto"}, group_size={1: 16}, key_error_guard="off"
+    )
+    keys, values = states(50)
+    update_all(cache, keys, values)
+    assert cache.stats().layer_dtypes == {0: "int8", 1: "int4", 2: "auto"}
+    errors = [float((layer.keys - keys).norm()) for layer in cache.layers]
+    assert errors[2] == 0 < errors[0] < errors[1]
+    for step in range(40):
+        update_all(cache, *states(1, seed=step))
+    cache.check_integrity()
+    assert torch.equal(cache.layers[2].keys[:, :, :50], keys)
+    # All layers share tables, so those in int8 keep the first and the open block as they came, too.
+    assert torch.equal(cache.layers[0].keys[:, :, :BLOCK], keys[:, :, :BLOCK])
+
+
+def test_group_sizes_differ_by_layer(model: Any) -> None:
+    cache = cache_of(model, "int4_group", group_size={0: 2, 1: 16, 2: 8}, key_error_guard="off")
+    keys, values = states(40)
+    update_all(cache, keys, values)
+    errors = [float((layer.values - values).norm()) for layer in cache.layers]
+    assert errors[0] < errors[2] < errors[1]
+
+
+@pytest.mark.parametrize(("tokens", "name"), [(512, "int4"), (513, "int8")])
+def test_adaptive_goes_by_the_prompt(model: Any, tokens: int, name: str) -> None:
+    cache = PagedCache(model, kv_cache_dtype="adaptive", max_tokens=1024)
+    update_all(cache, *states(tokens))
+    assert set(cache.stats().layer_dtypes.values()) == {name}
+
+
+def test_adaptive_chooses_anew_after_a_reset(model: Any) -> None:
+    cache = PagedCache(
+        model, kv_cache_dtype="adaptive", adaptive_threshold=30, block_size=BLOCK, max_tokens=512
+    )
+    for tokens, name in ((20, "int4"), (31, "int8"), (40, "int8"), (30, "int4")):
+        keys, values = states(tokens)
+        update_all(cache, keys, values)
+        assert set(cache.stats().layer_dtypes.values()) == {name}
+        assert float((cache.layers[0].keys - keys).norm() / keys.norm()) < 0.15
+        for _ in range(20):
+            update_all(cache, *states(1))
+        assert set(cache.stats().layer_dtypes.values()) == {name}
+        cache.check_integrity()
+        cache.reset()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sinks_and_residual_can_be_longer(model: Any, name: str) -> None:
+    cache = cache_of(model, name, sink_tokens=2 * BLOCK, residual_length=2 * BLOCK)
+    keys, values = states(7 * BLOCK + 5)
+    update_all(cache, keys, values)
+    for layer in cache.layers:
+        exact = (layer.keys.clone() == keys).all(-1).all(1)[0]
+        assert exact[: 2 * BLOCK].all()
+        assert exact[6 * BLOCK :].all()
+        assert not exact[2 * BLOCK : 6 * BLOCK].any()
+
+
+# --- the guard ----------------------------------------------------------------------------------------------
+
+
+def uneven(keys: torch.Tensor) -> torch.Tensor:
+    """Keys of which one token in a while is much larger than the others: no scale per channel suits both."""
+    spoilt = keys.clone()
+    spoilt[:, :, 5::8] *= 60
+    return spoilt
+
+
+def test_the_measure_of_the_guard() -> None:
+    keys, _ = states(BLOCK)
+    plain = key_error(FORMATS["int4"], keys)
+    assert 0.05 < plain < KEY_ERROR_BOUND
+    assert key_error(FORMATS["int4"], keys + 60) == pytest.approx(plain, rel=0.2)
+    grouped = kv_format("int4_group", group_size=16)
+    assert grouped is not None
+    offset = torch.zeros(16)
+    offset[3] = 60
+    assert key_error(grouped, keys + offset) > KEY_ERROR_BOUND
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_guard_moves_one_layer_and_says_so_once(
+    model: Any, at_once: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_paged_cache.guard.key_error", _error_of_marked_keys)
+    cache = cache_of(model, "int4")
+    keys, values = states(4 * BLOCK + 1)
+    spoilt = keys.clone()
+    spoilt[..., 0] = MARK
+    with caplog.at_level(logging.WARNING, "hf_paged_cache"):
+        steps = [slice(0, None)] if at_once else [slice(i, i + 1) for i in range(keys.shape[2])]
+        for step in steps:
+            for layer_idx in range(3):
+                given = spoilt if layer_idx == 1 else keys
+                cache.update(given[:, :, step], values[:, :, step], layer_idx)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith("layer 1: the keys lose too much in 'int4'")
+    assert cache.stats().layer_dtypes == {0: "int4", 1: "k8v4", 2: "int4"}
+    errors = [
+        float((layer.keys - x).norm()) for layer, x in zip(cache.layers, (keys, spoilt, keys), strict=True)
+    ]
+    assert errors[0] == errors[2] > 5 * errors[1]
+    cache.check_integrity()
+    cache.reset()
+    update_all(cache, keys, values)
+    assert cache.stats().layer_dtypes[1] == "k8v4"
+
+
+MARK = 0.75
+
+
+def _error_of_marked_keys(form: Any, keys: torch.Tensor) -> float:
+    return 9.0 if bool((keys[..., 0] == MARK).all()) else 0.0
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_guard_can_raise_and_nothing_is_changed(
+    model: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_paged_cache.guard.key_error", _error_of_marked_keys)
+    cache = cache_of(model, "int4", key_error_guard="error")
+    keys, values = states(3 * BLOCK)
+    spoilt = keys.clone()
+    spoilt[..., 0] = MARK
+
+    def run() -> None:
+        for step in [slice(0, None)] if at_once else [slice(i, i + 1) for i in range(keys.shape[2])]:
+            for layer_idx in range(3):
+                given = spoilt if layer_idx == 1 else keys
+                cache.update(given[:, :, step], values[:, :, step], layer_idx)
+
+    with pytest.raises(QuantisationError, match=r"layer 1: the keys lose.*layer_dtypes=\{1: 'int8'\}"):
+        run()
+    assert cache.get_seq_length() == (0 if at_once else 2 * BLOCK)
+    cache.check_integrity()
+
+
+def test_the_guard_can_be_off(model: Any) -> None:
+    cache = cache_of(model, "int4", key_error_guard="off")
+    keys, values = states(5 * BLOCK)
+    update_all(cache, uneven(keys), values)
+    assert set(cache.stats().layer_dtypes.values()) == {"int4"}
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 7e4])
+@pytest.mark.parametrize("side", ["K", "V"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_has_no_scale_is_refused_by_layer_and_the_cache_is_as_it_was(
+    model: Any, name: str, side: str, bad: float
+) -> None:
+    cache = cache_of(model, name)
+    update_all(cache, *states(40))
+    before = [layer.keys.clone() for layer in cache.layers]
+    keys, values = states(3, seed=1)
+    spoilt = {"K": keys.clone(), "V": values.clone()}
+    spoilt[side][0, 1, 2, 3] = bad
+    cache.update(keys, values, 0)
+    with pytest.raises(UnstorableValueError, match=f"^layer 1: {side} has a NaN.*layer_dtypes={{1: 'auto'}}"):
+        cache.update(spoilt["K"], spoilt["V"], 1)
+    assert cache.get_seq_length() == 40
+    for layer, content in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys.clone(), content)
+    update_all(cache, keys, values)
+    assert cache.get_seq_length() == 43
+    cache.check_integrity()
+
+
+def test_notes_of_a_device_are_read_a_step_later() -> None:
+    faults = Faults(torch.device("cpu"), [3, 5])
+    faults.check()
+    faults.check()
+    faults.of(5)[1] = 1
+    faults.check()
+    with pytest.raises(UnstorableValueError, match=r"^layer 5: V of an earlier step.*reset"):
+        faults.check()
+    faults.reset()
+    faults.check()
+    faults.check()
