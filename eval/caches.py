@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -89,13 +90,13 @@ def _create_dynamic(model: Any, settings: Settings) -> Any:
     return DynamicCache(config=model.config)
 
 
-def _create_paged(model: Any, settings: Settings) -> Any:
+def _create_paged(model: Any, settings: Settings, *, kv_cache_dtype: str = "auto") -> Any:
     try:
         from hf_paged_cache import PagedCache
     except ImportError as error:
         raise CacheUnavailable(f"hf_paged_cache.PagedCache cannot be imported: {error}") from error
     try:
-        return PagedCache(model)
+        return PagedCache(model, kv_cache_dtype=kv_cache_dtype)
     except ValueError as error:
         raise CacheUnavailable(f"PagedCache refuses this model: {error}") from error
 
@@ -110,6 +111,15 @@ def _paged_bytes(cache: Any) -> KvBytes:
 _ENTRIES = (
     CacheEntry("dynamic", "transformers' default cache (DynamicCache)", _create_dynamic, tensor_bytes),
     CacheEntry("paged", "PagedCache in the model's dtype", _create_paged, _paged_bytes),
+    *(
+        CacheEntry(
+            f"paged-{name}",
+            f"PagedCache in {name}",
+            functools.partial(_create_paged, kv_cache_dtype=name),
+            _paged_bytes,
+        )
+        for name in ("int8", "fp8", "k8v4", "int4")
+    ),
 )
 
 CACHES: dict[str, CacheEntry] = {entry.name: entry for entry in _ENTRIES}

@@ -58,7 +58,7 @@ class Faults:
 
 def _spoilt(layer_idx: int, name: str) -> UnstorableValueError:
     return UnstorableValueError(
-        f"layer {layer_idx}: {name} of an earlier step has a NaN, an infinity or a magnitude above 65504, and "
-        "was stored as zeros. Look for what makes the model overflow, or keep the layer as it is: "
+        f"layer {layer_idx}: {name} of an earlier step has a NaN, an infinity or a magnitude above 65504, "
+        "and was stored as zeros. Look for what makes the model overflow, or keep the layer as it is: "
         f"layer_dtypes={{{layer_idx}: 'auto'}}; then `cache.reset()` and start from the prompt"
     )

@@ -68,7 +68,7 @@ def filled(tokens: int = 5, **kwargs: Any) -> PagedCache:
         ({"block_size": 512}, r"block_size .* got 512"),
         ({"block_size": 64.0}, r"block_size .* got 64\.0"),
         ({"block_size": True}, r"block_size .* got True"),
-        ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype must be one of auto, got 'int3'"),
+        ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype must be one of auto, int8, .*, adaptive, got 'int3'"),
         ({"max_tokens": 0}, r"max_tokens must be a positive number of tokens, got 0"),
         ({"max_tokens": -64}, r"max_tokens .* got -64"),
         ({"max_tokens": 1.5}, r"max_tokens .* got 1\.5"),

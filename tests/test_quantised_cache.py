@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Lfm2Config
 
 from hf_paged_cache import PagedCache
-from hf_paged_cache.errors import QuantisationError, UnstorableValueError
+from hf_paged_cache.errors import (
+    PagedCacheError,
+    QuantisationError,
+    UnstorableValueError,
+    UnsupportedLayerError,
+)
 from hf_paged_cache.faults import Faults
 from hf_paged_cache.formats import FORMATS, kv_format
 from hf_paged_cache.guard import KEY_ERROR_BOUND, key_error
@@ -155,6 +161,14 @@ def test_repeated_and_selected_rows(model: Any, name: str) -> None:
     cache.check_integrity()
     twin.batch_select_indices(torch.tensor([1, 0]))
     assert torch.allclose(feed(model, twin, more[[4, 0]]), grown[[4, 0]], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_first_prompt_is_computed_from_no_byte(model: Any, name: str) -> None:
+    tokens = ids(70)
+    with torch.no_grad():
+        exact = model(tokens, use_cache=False).logits
+    assert torch.equal(feed(model, cache_of(model, name), tokens), exact)
 
 
 # --- formats of layers --------------------------------------------------------------------------------------
@@ -308,6 +322,40 @@ def test_the_guard_can_be_off(model: Any) -> None:
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_dtype": None}, "kv_cache_dtype must be one of .* got None"),
+        ({"group_size": 0}, "group_size must be a positive number of channels.* got 0; 32 is the default"),
+        ({"group_size": {1: 2.5}}, r"group_size must be .* got \{1: 2.5\}"),
+        ({"kv_cache_dtype": "int4_group", "group_size": 48}, "must divide the head dim, which is 16; got 48"),
+        ({"group_size": {3: 8}}, "group_size names layer 3, but the model has layers 0…2"),
+        ({"layer_dtypes": {7: "int8"}}, "layer_dtypes names layer 7, but the model has layers 0…2"),
+        ({"layer_dtypes": {0: "int3"}}, r"layer_dtypes must be .* got \{0: 'int3'\}; e.g. layer_dtypes=\{0"),
+        ({"layer_dtypes": {0: "adaptive"}}, "layer_dtypes must be .* got {0: 'adaptive'}"),
+        ({"layer_dtypes": {"0": "int8"}}, "layer_dtypes must be .* got {'0': 'int8'}"),
+        ({"layer_dtypes": ["int8"]}, r"layer_dtypes must be .* got \['int8'\]"),
+        ({"residual_length": 100}, "residual_length must be a number of whole blocks of 64 tokens, got 100"),
+        ({"residual_length": -64}, "residual_length must be .* got -64"),
+        ({"sink_tokens": 4}, "sink_tokens must be a number of whole blocks of 64 tokens, got 4"),
+        ({"sink_tokens": True}, "sink_tokens must be .* got True"),
+        ({"key_error_guard": "warn"}, "key_error_guard must be one of on, off, error, got 'warn'"),
+        ({"adaptive_threshold": -1}, "adaptive_threshold must be a number of tokens, got -1"),
+        ({"compile": True, "kv_cache_dtype": "int8"}, "compile=True stores K and V in the model's dtype"),
+        ({"compile": True, "layer_dtypes": {0: "int8"}}, "compile=True stores K and V in the model's dtype"),
+    ],
+)
+def test_settings_out_of_range_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PagedCacheError, match=message):
+        PagedCache(model, **options)
+
+
+def test_layers_without_keys_have_no_format() -> None:
+    config = Lfm2Config(num_hidden_layers=3, hidden_size=32, layer_types=["conv", "full_attention", "conv"])
+    with pytest.raises(UnsupportedLayerError, match=r"layer_dtypes names layer 2, .* 'conv' .* are \[1\]"):
+        PagedCache(config, layer_dtypes={1: "int8", 2: "int8"})
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 7e4])
