@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         StaleViewError,
         UnsupportedLayerError,
     )
+    from .profiler import profile_cache
     from .stats import CacheStats, MemoryFootprint
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "disable",
     "enable",
     "paged_attention",
+    "profile_cache",
 ]
 
 # Loaded on first use: `hf_paged_cache.blocks` must import without torch.
@@ -56,6 +58,7 @@ _HOME = {
     "enable": ("attention", "activate"),
     "disable": ("attention", "deactivate"),
     "paged_attention": ("attention", "paged_attention"),
+    "profile_cache": ("profiler", "profile_cache"),
 }
 
 

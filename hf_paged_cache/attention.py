@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -121,18 +122,78 @@ def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, to
             if output is not None:
                 return output, None
             return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
-        if type(key) is PagedView and type(value) is PagedView and key.stored is value.stored:
-            attention_mask = _fit(attention_mask, key.stored)
-            output = _attend(implementation, module, query, key.stored, attention_mask, kwargs)
-            if output is not None:
-                return output, None
-            if is_eager and isinstance(key.stored.group, StaticGroup):
-                return _host_attention_vetted(
-                    module, query, key.stored, key.stored.group, attention_mask, kwargs
-                )
-        return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
+        result = _compute(implementation, module, query, key, value, attention_mask, kwargs)
+        for observer in _OBSERVERS:
+            call = AttentionCall(implementation, module, query, key, value, attention_mask, kwargs)
+            observer(call, result[0])
+        return result
 
     return paged_attention_forward
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a call of the attention function was given.
+
+    Attributes:
+        implementation: The implementation that was set before, `sdpa` or `eager`.
+        module: The attention module.
+        query: `[batch, q_heads, q_tokens, head_dim]`.
+        key: `[batch, kv_heads, tokens, head_dim]`, a `PagedView` if it comes straight from a `PagedCache`.
+        value: `[batch, kv_heads, tokens, v_head_dim]`, the same.
+        mask: As the mask function made it.
+        kwargs: What else the module passes.
+    """
+
+    implementation: str
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    kwargs: dict[str, Any]
+
+    def over(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Its output `[batch, q_tokens, q_heads, v_head_dim]` over other K and V. No observer sees this."""
+        output, _ = _compute(self.implementation, self.module, self.query, key, value, self.mask, self.kwargs)
+        return output
+
+
+Observer = Callable[[AttentionCall, torch.Tensor], None]
+_OBSERVERS: list[Observer] = []
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Show an observer the calls of the attention function, and what they return, inside the block.
+
+    It does not see those of compiled steps, and of models whose attention layers do not take part.
+    """
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
+def _compute(
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if type(key) is PagedView and type(value) is PagedView and key.stored is value.stored:
+        attention_mask = _fit(attention_mask, key.stored)
+        output = _attend(implementation, module, query, key.stored, attention_mask, kwargs)
+        if output is not None:
+            return output, None
+        group = key.stored.group
+        if implementation == "eager" and isinstance(group, StaticGroup):
+            return _host_attention_vetted(module, query, key.stored, group, attention_mask, kwargs)
+    return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
 
 
 def _fit(mask: torch.Tensor | None, stored: StoredKV) -> torch.Tensor | None:

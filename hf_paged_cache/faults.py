@@ -36,7 +36,7 @@ class Faults:
         Raises:
             UnstorableValueError: A layer was given what cannot be stored, in an earlier step.
         """
-        if self._is_sent and (self._event is None or self._event.query()):
+        if self._is_sent and (self._event is None or self._event.query()):  # type: ignore[no-untyped-call]
             self._is_sent = False
             for layer_idx, sides in zip(self._layers, self._read.tolist(), strict=True):
                 for name, noted in zip("KV", sides, strict=True):
@@ -45,7 +45,7 @@ class Faults:
         if not self._is_sent:
             self._read.copy_(self._notes, non_blocking=True)
             if self._notes.is_cuda:
-                self._event = torch.cuda.Event()
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record()
             self._is_sent = True
 

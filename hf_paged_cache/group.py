@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from .blocks import BlockManager, DenseBlocks
 from .faults import Faults
 from .formats import KVFormat
 from .guard import KeyErrorGuard
-from .kernels.problem import NULL_BLOCK, LayerBlocks, RowLengths, dense_entry
+from .kernels.problem import NULL_BLOCK, LayerBlocks, dense_entry
 from .kv_pool import KVPool, PoolShape
 from .precision import Precision
 from .spec import LayerSpec
+from .tables import DeviceTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,9 @@ class LayerGroup:
         owners: Layer index -> whose weights computed that layer's K and V.
     """
 
+    HAS_FIXED_ROWS = False
+    """Whether rows have all their blocks from the start."""
+
     def __init__(
         self,
         window: int | None,
@@ -82,13 +85,9 @@ class LayerGroup:
         self._guard = guard
         self._unguarded = {i for i in specs if guard is not None and guard.concerns(self.formats[i])}
         self.pools: list[KVPool] = []
-        self._row_blocks = row_blocks
-        self._tokens = 0
         self.owners: dict[int, Owner] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
-        # By device, and whether entries of dense blocks are marked, which is for quantised layers only.
-        self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
-        self._lengths: dict[torch.device, RowLengths] = {}
+        self._tables = DeviceTables(row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
 
     @property
@@ -121,8 +120,7 @@ class LayerGroup:
     @property
     def table_bytes(self) -> int:
         """Bytes of the block tables and lengths that kernels read."""
-        lengths = (held.on_device for held in self._lengths.values())
-        return sum(tensor.nbytes for tensor in (*self._tables.values(), *lengths))
+        return self._tables.nbytes
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
@@ -131,17 +129,15 @@ class LayerGroup:
         if pool is None:
             pool = self._new_pool(shape, self._expected_layers(layer_idx))
         slot = pool.claim_slot()
-        table = self._table_on(shape.device, is_marked=self._has_marks(pool))
-        blocks = LayerBlocks(pool.keys[:, slot], pool.values[:, slot], table, self._lengths.get(shape.device))
+        table = self._tables.table(shape.device, self._rows, is_marked=self._has_marks(pool))
+        blocks = LayerBlocks(pool.keys[:, slot], pool.values[:, slot], table)
         self._layers[layer_idx] = (pool, slot, blocks)
         self._bind(layer_idx)
         return blocks
 
     def set_length(self, tokens: int) -> None:
         """Tell kernels of a GPU how many tokens every row has."""
-        self._tokens = tokens
-        for lengths in self._lengths.values():
-            lengths.set(tokens)
+        self._tables.set_length(tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -151,7 +147,7 @@ class LayerGroup:
     def start(self, batch: int) -> None:
         """Begin with so many empty rows."""
         self.manager.start(batch)
-        self._tokens = 0
+        self._tables.tokens = 0
         self._provide_slots(batch)
         self.sync_tables()
 
@@ -159,7 +155,7 @@ class LayerGroup:
         """Forget the rows and give their blocks back."""
         self.manager.reset()
         self.owners.clear()
-        self._tokens = 0
+        self._tables.tokens = 0
         if self.dense is not None:
             self.dense.reset()
         for faults in self._faults.values():
@@ -269,18 +265,13 @@ class LayerGroup:
         twin.dense = copy.deepcopy(self.dense, memo)
         twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
         twin._faults = {}
-        twin._tables = {key: table.clone() for key, table in self._tables.items()}
-        twin._lengths = {
-            device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
-        }
+        twin._tables = self._tables.copy()
         pools = {id(pool): pool.copy(self.num_blocks, used, used_slots) for pool in self.pools}
         twin.pools = list(pools.values())
         twin._layers = {}
         for index, (pool, slot, blocks) in self._layers.items():
             mine = pools[id(pool)]
-            device = pool.shape.device
-            table = twin._tables[device, self._has_marks(pool)]
-            copied = LayerBlocks(mine.keys[:, slot], mine.values[:, slot], table, twin._lengths.get(device))
+            copied = LayerBlocks(mine.keys[:, slot], mine.values[:, slot], blocks.table)
             memo[id(blocks)] = copied
             twin._layers[index] = (mine, slot, copied)
             twin._bind(index)
@@ -293,12 +284,9 @@ class LayerGroup:
 
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""
-        for (device, is_marked), table in tuple(self._tables.items()):
-            rows = self._rows(is_marked)
-            first = from_column
-            if not self._fits(table, rows):
-                table, first = self._new_table(device, is_marked, rows), 0
-            _write_rows(table, rows, first)
+        if self._tables.sync(self._rows, from_column):
+            for layer_idx in self._layers:
+                self._bind(layer_idx)
         if self.dense is not None:
             columns = tuple(self.dense.columns)
             for pool, _, blocks in self._layers.values():
@@ -319,14 +307,16 @@ class LayerGroup:
         return self.dense is not None and pool.form is not None
 
     def _bind(self, layer_idx: int) -> None:
-        """Point a layer's blocks to where its pool's tensors lie now."""
+        """Point a layer's blocks to where pools, table and lengths lie now."""
         pool, slot, blocks = self._layers[layer_idx]
+        device = pool.shape.device
+        blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
+        blocks.lengths = self._tables.lengths(device)
         blocks.keys, blocks.values = pool.keys[:, slot], pool.values[:, slot]
         blocks.records = None if pool.records is None else pool.records[:, slot]
         blocks.form = pool.form
         blocks.native = blocks.choice = None
-        if pool.form is not None and pool.shape.device.type != "cpu":
-            device = pool.shape.device
+        if pool.form is not None and device.type != "cpu":
             if device not in self._faults:
                 self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
             blocks.fault = self._faults[device].of(layer_idx)
@@ -403,59 +393,6 @@ class LayerGroup:
         alike = [index for index, spec in self.specs.items() if (spec, self.formats[index]) == hint]
         return sum(1 for index in alike if index not in self._layers)
 
-    def _table_on(self, device: torch.device, *, is_marked: bool) -> torch.Tensor:
-        if (device, is_marked) not in self._tables:
-            rows = self._rows(is_marked)
-            _write_rows(self._new_table(device, is_marked, rows), rows, 0)
-        return self._tables[device, is_marked]
-
-    def _columns(self, longest: int) -> int:
-        """Columns of a new table, for rows of which the longest has so many blocks."""
-        return max(self._row_blocks, 2 * longest)
-
-    def _has_lengths(self, device: torch.device) -> bool:
-        """Whether kernels read lengths there, and not from the host."""
-        return device.type != "cpu"
-
-    def _fits(self, table: torch.Tensor, rows: list[list[int]]) -> bool:
-        return table.shape[0] == len(rows) and all(len(row) <= table.shape[1] for row in rows)
-
-    def _new_table(self, device: torch.device, is_marked: bool, rows: list[list[int]]) -> torch.Tensor:
-        """A table that rows do not outgrow and lengths for as many rows, for the layers that read it."""
-        longest = max((len(row) for row in rows), default=0)
-        columns = self._columns(longest)
-        with torch.inference_mode(False):
-            table = torch.full((len(rows), columns), NULL_BLOCK, dtype=torch.int32, device=device)
-            held = self._lengths.get(device)
-            if self._has_lengths(device) and (held is None or held.on_device.shape[0] != len(rows)):
-                lengths = torch.full((len(rows),), self._tokens, dtype=torch.int32, device=device)
-                self._lengths[device] = RowLengths(self._tokens, lengths)
-        self._tables[device, is_marked] = table
-        for pool, _, blocks in self._layers.values():
-            if pool.shape.device == device:
-                blocks.lengths, blocks.native = self._lengths.get(device), None
-                if self._has_marks(pool) == is_marked:
-                    blocks.table = table
-        return table
-
 
 def _split(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
-
-
-def _write_rows(table: torch.Tensor, rows: list[list[int]], from_column: int) -> None:
-    if table.device.type == "cpu":
-        array = table.numpy()
-        for index, row in enumerate(rows):
-            array[index, from_column : len(row)] = row[from_column:]
-        return
-    width = max((len(row) for row in rows), default=0) - from_column
-    if width <= 0:
-        return
-    padded = np.full((len(rows), width), NULL_BLOCK, dtype=np.int32)
-    for index, row in enumerate(rows):
-        padded[index, : len(row) - from_column] = row[from_column:]
-    # Pinned, so that the host need not wait until the device has read it.
-    sent = torch.from_numpy(padded)
-    sent = sent.pin_memory() if table.device.type == "cuda" else sent
-    table[:, from_column : from_column + width] = sent.to(table.device, non_blocking=True)

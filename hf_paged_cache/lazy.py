@@ -41,7 +41,8 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             _refuse_writes(func, args, kwargs)
-        return func(*tree_map_only(LazyTensor, dense, args), **tree_map_only(LazyTensor, dense, kwargs))
+        args, kwargs = (tree_map_only(LazyTensor, _contiguous, given) for given in (args, kwargs))
+        return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         return f"{type(self).__name__}({self.origin()}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -65,6 +66,11 @@ class LazyTensor(torch.Tensor):
 def dense(tensor: Any) -> Any:
     """The dense tensor behind a lazy one; anything else as it is."""
     return tensor.dense() if isinstance(tensor, LazyTensor) else tensor
+
+
+def _contiguous(tensor: LazyTensor) -> torch.Tensor:
+    """The dense tensor, laid out as the lazy one says: what an operator may do was decided by its strides."""
+    return tensor.dense().contiguous()
 
 
 def make_wrapper(

@@ -41,6 +41,8 @@ class StaticGroup(LayerGroup):
         vetted: Layers where the kernel was seen to compute what the model's eager function does.
     """
 
+    HAS_FIXED_ROWS = True
+
     def __init__(
         self,
         window: int | None,
@@ -71,21 +73,16 @@ class StaticGroup(LayerGroup):
     @property
     def capacity_tokens(self) -> int:
         """Tokens that a row can hold."""
-        return self._row_blocks * self.block_size
+        return self._tables.row_blocks * self.block_size
 
     @property
     def num_tokens(self) -> int:
         """Tokens of every row, as far as the host knows."""
-        return self._tokens
+        return self._tables.tokens
 
     def pull_length(self) -> int:
         """Tokens of every row, asked of the device."""
-        lengths = next(iter(self._lengths.values()), None)
-        if lengths is not None:
-            self._tokens = int(lengths.on_device[0])
-            for held in self._lengths.values():
-                held.tokens = self._tokens
-        return self._tokens
+        return self._tables.pull_length()
 
     def length_tensor(self, layer_idx: int) -> torch.Tensor:
         """Tokens of a row, as a tensor of no dims on the layer's device."""
@@ -113,14 +110,13 @@ class StaticGroup(LayerGroup):
         self.manager.start(batch)
         reservation = self.manager.reserve(self.capacity_tokens, keep_history=True)
         assert reservation is not None, "a static pool holds all blocks of its rows"
-        self._tokens = 0
         self.sync_tables()
         self.set_length(0)
         self._rebuild()
 
     def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
         """Count new tokens; their blocks are there."""
-        self.set_length(self._tokens + new_tokens)
+        self.set_length(self.num_tokens + new_tokens)
 
     def check_crop(self, num_tokens: int) -> None:
         """Nothing was given back, so any shorter length will do."""
@@ -145,7 +141,7 @@ class StaticGroup(LayerGroup):
                 f"with compile=True the number of rows is fixed: there are {len(rows)}, and "
                 f"{len(row_indices)} were asked for. Make the cache without compile=True"
             )
-        used = -(-self._tokens // self.block_size)
+        used = -(-self.num_tokens // self.block_size)
         moved = [(source, row) for row, source in enumerate(row_indices) if row != source]
         for pool in self.pools if moved else ():
             # A block is overwritten by the same column of another row only, so columns may go one by one.
@@ -160,18 +156,9 @@ class StaticGroup(LayerGroup):
 
     def resize(self, row_blocks: int, num_blocks: int) -> None:
         """Other rows: so many blocks each, in pools of so many. Only without rows."""
-        self._row_blocks = row_blocks
+        self._tables.row_blocks = row_blocks
         if num_blocks > self.num_blocks:
             self.grow(num_blocks)
-
-    def _columns(self, longest: int) -> int:
-        return self._row_blocks
-
-    def _fits(self, table: torch.Tensor, rows: list[list[int]]) -> bool:
-        return table.shape == (len(rows), self._row_blocks)
-
-    def _has_lengths(self, device: torch.device) -> bool:
-        return True
 
     def _rebuild(self) -> None:
         """Note where everything lies, and that it will stay there."""

@@ -20,6 +20,7 @@ LAYERS = [
     ["kernels"],
     ["memory", "lazy", "guard", "faults"],
     ["kv_pool"],
+    ["tables"],
     ["group", "capacity"],
     ["static"],
     ["state", "view", "compiled"],

@@ -1,0 +1,13 @@
+"""What a cache format does to a model, layer by layer, against full precision on the same tokens.
+
+`profile_cache` measures. The `CacheProfile` that it returns is plain data that prints, saves and draws
+itself, names the worst layers, and proposes which of them to store better.
+"""
+
+from __future__ import annotations
+
+from .report import CacheProfile, Errors, LayerErrors, StepErrors
+from .run import profile_cache
+from .suggest import Suggestion
+
+__all__ = ["CacheProfile", "Errors", "LayerErrors", "StepErrors", "Suggestion", "profile_cache"]

@@ -1,0 +1,133 @@
+"""Block tables and lengths of a group's rows, as kernels read them on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from .kernels.problem import NULL_BLOCK, RowLengths
+
+Rows = list[list[int]]
+"""The entries of every row's table."""
+
+RowsOf = Callable[[bool], Rows]
+"""Gives the entries of all rows; those of dense blocks marked, if it is called with True."""
+
+
+class DeviceTables:
+    """The tables of one layer group.
+
+    There are up to two on a device: one with the ids of all blocks, and one in which entries of dense blocks
+    are marked, for quantised layers.
+
+    Args:
+        row_blocks: Blocks of the longest row that is expected; tables are made that wide.
+        is_fixed: Tables have just that many columns, and lengths lie on CPUs too.
+
+    Attributes:
+        row_blocks: The same.
+        tokens: Tokens of every row.
+    """
+
+    def __init__(self, row_blocks: int, *, is_fixed: bool) -> None:
+        self.row_blocks = row_blocks
+        self.tokens = 0
+        self._is_fixed = is_fixed
+        self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        self._lengths: dict[torch.device, RowLengths] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables and lengths."""
+        lengths = (held.on_device for held in self._lengths.values())
+        return sum(tensor.nbytes for tensor in (*self._tables.values(), *lengths))
+
+    def table(self, device: torch.device, rows_of: RowsOf, *, is_marked: bool) -> torch.Tensor:
+        """The table on a device, int32 `[rows, columns]`; made if there is none."""
+        if (device, is_marked) not in self._tables:
+            self._renew(device, is_marked, rows_of(is_marked))
+        return self._tables[device, is_marked]
+
+    def lengths(self, device: torch.device) -> RowLengths | None:
+        """The lengths on a device; None where kernels are told by the host."""
+        return self._lengths.get(device)
+
+    def sync(self, rows_of: RowsOf, from_column: int) -> bool:
+        """Bring all tables up to date from one column on. Returns whether one had to be replaced."""
+        is_replaced = False
+        for (device, is_marked), table in tuple(self._tables.items()):
+            rows = rows_of(is_marked)
+            if self._fits(table, rows):
+                _write_rows(table, rows, from_column)
+            else:
+                self._renew(device, is_marked, rows)
+                is_replaced = True
+        return is_replaced
+
+    def set_length(self, tokens: int) -> None:
+        """Tell kernels of a GPU how many tokens every row has."""
+        self.tokens = tokens
+        for lengths in self._lengths.values():
+            lengths.set(tokens)
+
+    def pull_length(self) -> int:
+        """Tokens of every row, asked of a device."""
+        lengths = next(iter(self._lengths.values()), None)
+        if lengths is not None:
+            self.tokens = int(lengths.on_device[0])
+            for held in self._lengths.values():
+                held.tokens = self.tokens
+        return self.tokens
+
+    def copy(self) -> DeviceTables:
+        """The same, in tensors of its own."""
+        twin = DeviceTables(self.row_blocks, is_fixed=self._is_fixed)
+        twin.tokens = self.tokens
+        twin._tables = {key: table.clone() for key, table in self._tables.items()}
+        twin._lengths = {
+            device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
+        }
+        return twin
+
+    def _fits(self, table: torch.Tensor, rows: Rows) -> bool:
+        if self._is_fixed:
+            return table.shape == (len(rows), self.row_blocks)
+        return table.shape[0] == len(rows) and all(len(row) <= table.shape[1] for row in rows)
+
+    def _renew(self, device: torch.device, is_marked: bool, rows: Rows) -> None:
+        """A table that rows do not outgrow, and lengths for as many rows."""
+        columns = self.row_blocks
+        if not self._is_fixed:
+            columns = max(columns, 2 * max((len(row) for row in rows), default=0))
+        held = self._lengths.get(device)
+        with torch.inference_mode(False):
+            table = torch.full((len(rows), columns), NULL_BLOCK, dtype=torch.int32, device=device)
+            if self._has_lengths(device) and (held is None or held.on_device.shape[0] != len(rows)):
+                lengths = torch.full((len(rows),), self.tokens, dtype=torch.int32, device=device)
+                self._lengths[device] = RowLengths(self.tokens, lengths)
+        self._tables[device, is_marked] = table
+        _write_rows(table, rows, 0)
+
+    def _has_lengths(self, device: torch.device) -> bool:
+        """Whether kernels read lengths there, and not from the host."""
+        return self._is_fixed or device.type != "cpu"
+
+
+def _write_rows(table: torch.Tensor, rows: Rows, from_column: int) -> None:
+    if table.device.type == "cpu":
+        array = table.numpy()
+        for index, row in enumerate(rows):
+            array[index, from_column : len(row)] = row[from_column:]
+        return
+    width = max((len(row) for row in rows), default=0) - from_column
+    if width <= 0:
+        return
+    padded = np.full((len(rows), width), NULL_BLOCK, dtype=np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row) - from_column] = row[from_column:]
+    # Pinned, so that the host need not wait until the device has read it.
+    sent = torch.from_numpy(padded)
+    sent = sent.pin_memory() if table.device.type == "cuda" else sent
+    table[:, from_column : from_column + width] = sent.to(table.device, non_blocking=True)
