@@ -236,6 +236,14 @@ def test_reading_layers_gives_dense_tensors(config: PreTrainedConfig) -> None:
     assert "keys of layer 2" in repr(keys)
 
 
+def test_what_update_returns_can_be_viewed_as_its_strides_say() -> None:
+    cache = PagedCache(full_config(), block_size=16)
+    keys = torch.randn(2, 7, HEADS, HEAD_DIM).transpose(1, 2)  # as projections leave them
+    got, _ = cache.update(keys, keys, 0)
+    assert got.is_contiguous()
+    assert torch.equal(got.view(2 * HEADS, -1), keys.reshape(2 * HEADS, -1))
+
+
 def test_a_cache_that_was_read_can_be_copied_and_the_copy_is_its_own(config: PreTrainedConfig) -> None:
     twins = Twins(config)
     twins.update(20)
