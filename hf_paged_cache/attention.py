@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from . import compat, compiled, masks
-from .errors import CacheMismatchError, PagedCacheError
-from .group import Owner
+from .errors import PagedCacheError
 from .kernels import dispatch
 from .kernels.prefill import attend_with_history
 from .kernels.problem import Attention
 from .lazy import dense
 from .masks import LazyMask
+from .ownership import check_owner
 from .static import StaticGroup
 from .view import PagedView, StoredKV
 
@@ -229,7 +229,7 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention over blocks `[batch, q_tokens, q_heads, v_head_dim]`; None if the host has to do it."""
-    _check_owner(module, stored)
+    check_owner(module, stored)
     if not stored.has_history:
         # The host's function on the tensors of this forward: to the bit what it computes without us.
         return None
@@ -289,34 +289,6 @@ def _host_attention_vetted(
     ):
         group.vetted.add(stored.layer_idx)
     return result
-
-
-def _check_owner(module: torch.nn.Module, stored: StoredKV) -> None:
-    """K and V belong to the weights that made them: another model's attention would read them as its own."""
-    if getattr(module, "layer_idx", None) != stored.layer_idx:
-        return  # a layer that shares the K and V of another
-    owner = stored.group.owners.get(stored.layer_idx)
-    if owner is not None and owner.module() is module:
-        return
-    fingerprint = _fingerprint(module)
-    if owner is not None and owner.fingerprint != fingerprint:
-        stored.state.abort_step()
-        raise CacheMismatchError(
-            f"layer {stored.layer_idx}: the {stored.history_end} cached tokens per row were computed by "
-            "another model (or by other weights of this one); make a new PagedCache for this model, or "
-            "`cache.reset()`"
-        )
-    stored.group.owners[stored.layer_idx] = Owner(weakref.ref(module), fingerprint)
-
-
-def _fingerprint(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Shapes and a few values of a module's parameters: equal for copies, not for other weights."""
-    found: list[Any] = []
-    for name, parameter in module.named_parameters():
-        count = parameter.numel()
-        sample = [] if parameter.is_meta else parameter.detach().reshape(-1)[:: max(1, count // 16)].tolist()
-        found.append((name, tuple(parameter.shape), tuple(sample)))
-    return tuple(found)
 
 
 def _is_servable(

@@ -24,6 +24,7 @@ LAYERS = [
     ["group", "capacity"],
     ["static"],
     ["state", "view", "compiled"],
+    ["ownership"],
     ["compat"],
     ["masks"],
     ["layer", "attention"],
