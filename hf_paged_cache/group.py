@@ -110,12 +110,7 @@ class LayerGroup:
         """Bytes of the blocks that hold tokens now."""
         blocks = self.manager.pool.num_referenced
         slots = 0 if self.dense is None else len(self.dense.live_slots(self.manager))
-        return sum(
-            pool.bytes_per_block * blocks
-            if pool.form is None
-            else pool.bytes_per_block * (blocks - slots) + pool.bytes_per_slot * slots
-            for pool in self.pools
-        )
+        return sum(pool.used_bytes(blocks, slots) for pool in self.pools)
 
     @property
     def table_bytes(self) -> int:
@@ -378,6 +373,9 @@ class LayerGroup:
         for index in self._used_slots():
             pool.keys[index, slot] = old.keys[index, old_slot]
             pool.values[index, slot] = old.values[index, old_slot]
+        old.leave_slot()
+        if old.num_used_layers == 0 and not old.has_free_slot:
+            self.pools.remove(old)
         self.formats[layer_idx] = form
         self._layers[layer_idx] = (pool, slot, blocks)
         self._bind(layer_idx)

@@ -84,6 +84,7 @@ class KVPool:
         self._num_layers = num_layers
         self._block_size = block_size
         self._claimed = 0
+        self._left = 0
         self.records: torch.Tensor | None = None
         if self.form is None:
             num_slots = num_blocks
@@ -103,6 +104,11 @@ class KVPool:
         return self.keys.nbytes + self.values.nbytes + (0 if self.records is None else self.records.nbytes)
 
     @property
+    def num_used_layers(self) -> int:
+        """Layers that live here."""
+        return self._claimed - self._left
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers of the pool, as it is stored for good."""
         return self._num_layers * self.shape.block_bytes(self._block_size)
@@ -118,6 +124,19 @@ class KVPool:
         slot = self._claimed
         self._claimed += 1
         return slot
+
+    def leave_slot(self) -> None:
+        """Let a layer move out; its place stays empty."""
+        self._left += 1
+
+    def used_bytes(self, blocks: int, slots: int) -> int:
+        """Bytes that the layers use of so many blocks, of which some are in slots."""
+        if self.form is None:
+            blocks, slots = 0, blocks
+        else:
+            blocks -= slots
+        share = self.bytes_per_block * blocks + self.bytes_per_slot * slots
+        return share // self._num_layers * self.num_used_layers
 
     def copy_blocks(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks, all layers at once (copy-on-write)."""
@@ -165,7 +184,7 @@ class KVPool:
             block_size=self._block_size,
             num_slots=self.keys.shape[0],
         )
-        twin._claimed = self._claimed
+        twin._claimed, twin._left = self._claimed, self._left
         if self.records is not None and twin.records is not None:
             for block_id in used:
                 twin.records[block_id] = self.records[block_id]

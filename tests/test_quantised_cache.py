@@ -280,9 +280,25 @@ def test_the_guard_moves_one_layer_and_says_so_once(
     ]
     assert errors[0] == errors[2] > 5 * errors[1]
     cache.check_integrity()
+    sealed, dense = 3, 2
+    records = [2 * FORMATS[name].bind(BLOCK, 16, 16).nbytes for name in ("int4", "k8v4", "int4")]
+    used = sealed * sum(records) + dense * 3 * 2 * 2 * BLOCK * 16 * 4
+    assert cache.memory_footprint().used_bytes == used
     cache.reset()
     update_all(cache, keys, values)
     assert cache.stats().layer_dtypes[1] == "k8v4"
+
+
+def test_a_pool_that_all_layers_have_left_is_given_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.guard.key_error", lambda form, keys: 9.0)
+    cache = cache_of(model, "int4", max_tokens=100)
+    update_all(cache, *states(70))
+    assert set(cache.stats().layer_dtypes.values()) == {"k8v4"}
+    group = cache._state.groups[0]
+    assert {pool.shape.format.name for pool in group.pools if pool.shape.format} == {"k8v4"}
+    for step in range(20):
+        update_all(cache, *states(1, seed=step))
+    cache.check_integrity()
 
 
 MARK = 0.75

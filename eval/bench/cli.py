@@ -25,7 +25,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds; coarse numbers.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results here.")] = None,
 ) -> None:
-    """Measure PagedCache beside the caches of transformers: bandwidth, attention, decode, prefill, memory.
+    """Measure PagedCache beside the caches of transformers: speed, bytes and peak memory.
 
     Answers are checked first; the exit code is 1 if one is wrong. A required number that is missed is marked.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,15 +11,21 @@ import torch
 from eval.bench import workload
 from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
-from eval.bench.timing import STEPS, Contender, interleave
+from eval.bench.timing import STEPS, Contender, Timings, interleave
 
 CONTEXT_TOKENS = (128, 2048, 8192)
 MIN_SPEEDUP = {128: 0.97, 2048: 1.2, 8192: 1.6}
-"""Of a float32 step."""
+"""Of a float32 step with K and V as they are."""
+FORMATS = ("int8", "int4")
+MIN_FORMAT_SPEEDUP = {8192: 2.0}
+"""Of a float32 step with a format."""
+FORMAT_TOLERANCE = 1e-3
+"""RMS error ratio of the logits against a `DynamicCache` with the K and V that the cache gives back."""
 
 COLUMNS = (
     Column("dtype", "dtype"),
     Column("tokens", "tokens"),
+    Column("format", "format"),
     Column("dynamic_ms", "Dynamic ms", fixed(1)),
     Column("paged_ms", "Paged ms", fixed(1)),
     Column("over_dynamic", "x Dynamic", fixed(2)),
@@ -37,7 +44,7 @@ def run(context: Context) -> Result:
         for tokens in CONTEXT_TOKENS:
             context.progress(f"decode: {workload.dtype_name(dtype)}, {tokens} tokens")
             with torch.inference_mode():
-                rows.append(_measure(context, model, dtype, tokens))
+                rows += _measure(context, model, dtype, tokens)
     return Result(
         "decode",
         "a decode step of the whole model, batch 1",
@@ -48,19 +55,24 @@ def run(context: Context) -> Result:
             "no history: the same forward without a cache, which is all of a step but reading K and V; "
             "limit: Dynamic over that, which a cache that costs nothing would reach.",
             "x: median over rounds of the quotient within a round. "
-            "error: RMS ratio of the logits, Paged against Dynamic.",
+            "error: RMS ratio of the logits, Paged against Dynamic; of a format against a DynamicCache "
+            "with the K and V that the quantised cache gives back.",
         ),
         time.perf_counter() - started_s,
     )
 
 
-def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> Row:
-    names = ("dynamic", "paged")
+def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> list[Row]:
+    formats = FORMATS if dtype == torch.float32 else ()
+    names = ("dynamic", "paged", *formats)
     caches = {name: workload.new_cache(name, model) for name in names}
-    # The last step of a turn attends `tokens` tokens: the model was made for no more than the longest.
+    # The last step of a turn attends `tokens` tokens: the model was made for no more than the longest, and no
+    # step opens a block.
     workload.fill(list(caches.values()), model, tokens - STEPS)
     token = torch.tensor([[42]])
-    error = workload.compare_logits(model, caches, token, dtype)
+    exact = {name: caches[name] for name in ("dynamic", "paged")}
+    errors = {"paged": workload.compare_logits(model, exact, token, dtype)}
+    errors |= {name: _format_error(model, name, caches[name], token) for name in formats}
     timings = interleave(
         [
             *(workload.forward_contender(name, model, caches[name], token) for name in names),
@@ -73,16 +85,40 @@ def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> R
         budget_s=context.budget_s(10.0),
         min_rounds=context.rounds(7),
     )
-    speedup = timings.speedup("paged", "dynamic")
+    return [_row(dtype, tokens, name, timings, errors[name]) for name in names[1:]]
+
+
+def _format_error(model: Any, name: str, cache: Any, token: torch.Tensor) -> float:
+    """Difference of the logits with a quantised cache and with its own K and V in full precision.
+
+    Raises:
+        WrongAnswer: it is too large.
+    """
+    logits = workload.forward(name, model, cache, token)
+    repeated = workload.replay(cache, model, token.shape[1])
+    workload.remove_last(cache, token.shape[1])
+    error = workload.rms_ratio(logits, workload.forward("dynamic", model, repeated, token))
+    return workload.check(f"logits with a cache in {name}", error, FORMAT_TOLERANCE)
+
+
+def _row(dtype: torch.dtype, tokens: int, name: str, timings: Timings, error: float) -> Row:
+    speedup = timings.speedup(name, "dynamic")
     cells: dict[str, Cell] = {
         "dtype": workload.dtype_name(dtype),
         "tokens": tokens,
-        **{f"{name}_ms": 1e3 * timings.median_s(name) for name in names},
+        "format": "auto" if name == "paged" else name,
+        "dynamic_ms": 1e3 * timings.median_s("dynamic"),
+        "paged_ms": 1e3 * timings.median_s(name),
         "over_dynamic": speedup,
         "without_ms": 1e3 * timings.median_s("without"),
         "limit": timings.speedup("without", "dynamic"),
         "error": error,
-        "rounds": len(timings.seconds["paged"]),
+        "rounds": len(timings.seconds[name]),
     }
-    bounds = (Bound("Dynamic", speedup, MIN_SPEEDUP[tokens]),) if dtype == torch.float32 else ()
-    return Row(cells, bounds)
+    return Row(cells, tuple(_bounds(dtype, tokens, name, speedup)))
+
+
+def _bounds(dtype: torch.dtype, tokens: int, name: str, speedup: float) -> Iterator[Bound]:
+    least = MIN_SPEEDUP if name == "paged" else MIN_FORMAT_SPEEDUP
+    if dtype == torch.float32 and tokens in least:
+        yield Bound("Dynamic", speedup, least[tokens])

@@ -36,6 +36,8 @@ class Case:
     batch: int
     dtype: torch.dtype
     tokens: int
+    least_bits: float | None = None
+    """Bits per value of the smallest contender, where one keeps fewer than the dtype has."""
 
     @property
     def kv_bytes(self) -> int:
@@ -46,7 +48,9 @@ class Case:
     @property
     def layers(self) -> int:
         """Layers to go round, so that K and V come from memory and not from the processor's caches."""
-        return max(2, -(-4 * l3_bytes() // self.kv_bytes))
+        bits = 8 * self.dtype.itemsize
+        least_bytes = int(self.kv_bytes * (self.least_bits or bits) / bits)
+        return max(2, -(-4 * l3_bytes() // least_bytes))
 
     def __str__(self) -> str:
         return f"{self.shape.name}, batch {self.batch}, {dtype_name(self.dtype)}, {self.tokens} tokens"
@@ -63,7 +67,8 @@ class LayerStack:
         self.cache = cache
         self.attention = attention
         self.mask = mask
-        self.modules = [_AttentionModule(case.shape, layer_idx) for layer_idx in range(case.layers)]
+        self.layers = len(cache.layers)
+        self.modules = [_AttentionModule(case.shape, layer_idx) for layer_idx in range(self.layers)]
         self.scaling = case.shape.head_dim**-0.5
         generator = torch.Generator().manual_seed(SEED)
         self.query, self.keys, self.values = (
@@ -84,12 +89,12 @@ class LayerStack:
 
     def step(self) -> None:
         """The new token of every layer."""
-        for layer_idx in range(self.case.layers):
+        for layer_idx in range(self.layers):
             self.attend(layer_idx)
 
     def finish_pass(self, done: set[int]) -> None:
         """The new token of every layer that has not had it."""
-        for layer_idx in range(self.case.layers):
+        for layer_idx in range(self.layers):
             if layer_idx not in done:
                 self.attend(layer_idx)
 
@@ -111,47 +116,58 @@ class _AttentionModule(torch.nn.Module):
 
 def filled(case: Case) -> list[LayerStack]:
     """The contenders, all holding the same random K and V of `case.tokens - 1` tokens."""
-    stacks = [_dynamic(case), _static(case), paged(case)]
+    return fill([dynamic(case), _static(case), paged(case)])
+
+
+def fill(stacks: list[LayerStack]) -> list[LayerStack]:
+    """Give all stacks of one case the same random K and V of `case.tokens - 1` tokens."""
+    case = stacks[0].case
     generator = torch.Generator().manual_seed(SEED)
     shape = (case.batch, case.shape.kv_heads, case.tokens - 1, case.shape.head_dim)
-    for layer_idx in range(case.layers):
+    for layer_idx in range(max(stack.layers for stack in stacks)):
         keys, values = (torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(2))
         for stack in stacks:
-            stack.cache.update(keys, values, layer_idx)
+            if layer_idx < stack.layers:
+                stack.cache.update(keys, values, layer_idx)
     return stacks
 
 
-def _dynamic(case: Case) -> LayerStack:
+def dynamic(case: Case) -> LayerStack:
+    """A `DynamicCache`, empty, with SDPA."""
     return LayerStack(
-        "dynamic", case, DynamicCache(config=_config(case)), ALL_ATTENTION_FUNCTIONS["sdpa"], None
+        "dynamic", case, DynamicCache(config=config_of(case)), ALL_ATTENTION_FUNCTIONS["sdpa"], None
     )
 
 
 def _static(case: Case) -> LayerStack:
     length = case.tokens + _SPARE_TOKENS
-    cache = StaticCache(config=_config(case), max_cache_len=length)
+    cache = StaticCache(config=config_of(case), max_cache_len=length)
     mask = (torch.arange(length) < case.tokens).expand(case.batch, 1, 1, length)
     return LayerStack("static", case, cache, ALL_ATTENTION_FUNCTIONS["sdpa"], mask)
 
 
-def paged(case: Case) -> LayerStack:
+def paged(case: Case, kv_cache_dtype: str = "auto") -> LayerStack:
     """A `PagedCache`, empty, with the attention function that a model would call."""
     from hf_paged_cache import PagedCache
 
-    config = _config(case)
+    config = config_of(case)
     blocks = case.batch * -(-(case.tokens + _SPARE_TOKENS) // _BLOCK_SIZE)
-    cache = PagedCache(config, block_size=_BLOCK_SIZE, max_tokens=blocks * _BLOCK_SIZE)
-    return LayerStack("paged", case, cache, ALL_ATTENTION_FUNCTIONS[config._attn_implementation], None)
+    cache = PagedCache(
+        config, block_size=_BLOCK_SIZE, max_tokens=blocks * _BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype
+    )
+    name = "paged" if kv_cache_dtype == "auto" else kv_cache_dtype
+    return LayerStack(name, case, cache, ALL_ATTENTION_FUNCTIONS[config._attn_implementation], None)
 
 
-def _config(case: Case) -> LlamaConfig:
+def config_of(case: Case, layers: int | None = None) -> LlamaConfig:
+    """A model with such layers, of which there are `case.layers` unless said otherwise."""
     shape = case.shape
     config = LlamaConfig(
         hidden_size=shape.q_heads * shape.head_dim,
         num_attention_heads=shape.q_heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        num_hidden_layers=case.layers,
+        num_hidden_layers=case.layers if layers is None else layers,
         max_position_embeddings=2 * case.tokens,
     )
     config._attn_implementation = "sdpa"

@@ -22,7 +22,7 @@ def main(name: str, prompt_tokens: int, new_tokens: int, chunk: int) -> dict[str
     """Generate with a cache of this name; peak and rise of memory, bytes of the cache, and the tokens.
 
     Args:
-        name: `dynamic` or `paged`.
+        name: `dynamic`, `paged`, or a format of the latter.
         prompt_tokens: random tokens to begin with.
         new_tokens: tokens to generate.
         chunk: tokens of the prompt forwarded at a time; 0 for all at once.
@@ -40,7 +40,7 @@ def main(name: str, prompt_tokens: int, new_tokens: int, chunk: int) -> dict[str
         "method": memory.method,
         "tokens": tokens[0, prompt_tokens:].tolist(),
         "kv_bytes": _kv_bytes(model.config, cache.get_seq_length()),
-        **(_pool(model.config, cache) if name == "paged" else {}),
+        **_pool(name, model.config, cache),
     }
 
 
@@ -62,10 +62,14 @@ def _generate(
     return cache, tokens
 
 
-def _pool(config: Any, cache: Any) -> dict[str, int]:
-    stats = cache.stats()
+def _pool(name: str, config: Any, cache: Any) -> dict[str, int]:
+    if name == "dynamic":
+        return {}
+    footprint, stats = cache.memory_footprint(), cache.stats()
+    if name != "paged":
+        return {"pool_bytes": footprint.pool_bytes, "kv_bytes": footprint.used_bytes}
     return {
-        "pool_bytes": cache.memory_footprint().pool_bytes,
+        "pool_bytes": footprint.pool_bytes,
         "formula_bytes": _kv_bytes(config, stats.num_blocks * stats.block_size),
     }
 

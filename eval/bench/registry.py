@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eval.bench import attention_step, bandwidth, blocks, decode_step, memory, prefill
+from eval.bench import (
+    attention_step,
+    bandwidth,
+    blocks,
+    decode_step,
+    formats_step,
+    kv_bytes,
+    memory,
+    prefill,
+    sealing,
+)
 from eval.bench.context import Context
 from eval.bench.results import Result
 from eval.errors import UsageError, check_choice
@@ -30,8 +40,11 @@ _BENCHES = (
     Bench("blocks", "bookkeeping of one block", blocks.run),
     Bench("bandwidth", "the machine's read bandwidth", bandwidth.run),
     Bench("attention", "one attention step of one layer", attention_step.run),
+    Bench("formats", "the same for quantised formats", formats_step.run),
     Bench("decode", "whole decode steps of SmolLM2-135M", decode_step.run),
+    Bench("sealing", "encoding a full block", sealing.run),
     Bench("prefill", "prompts of SmolLM2-135M", prefill.run),
+    Bench("bytes", "bytes of K and V by format", kv_bytes.run),
     Bench("memory", "peak memory of a long generate call", memory.run),
 )
 

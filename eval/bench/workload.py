@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 from eval import models
 from eval.bench.results import WrongAnswer
@@ -56,11 +56,11 @@ def cache_argument(model: Any) -> str:
 
 
 def new_cache(name: str, model: Any) -> Any:
-    """A fresh `dynamic` or `paged` cache; the model's attention is as that cache wants it."""
+    """A fresh cache: `dynamic`, `paged`, or a format of the latter. The model's attention is set for it."""
     from hf_paged_cache import PagedCache, disable
 
-    if name == "paged":
-        return PagedCache(model)
+    if name != "dynamic":
+        return PagedCache(model, kv_cache_dtype="auto" if name == "paged" else name)
     disable(model)
     return DynamicCache(config=model.config)
 
@@ -69,7 +69,7 @@ def use(name: str, model: Any) -> None:
     """Set the model's attention for a cache of this name that exists already."""
     from hf_paged_cache import disable, enable
 
-    (enable if name == "paged" else disable)(model)
+    (disable if name == "dynamic" else enable)(model)
 
 
 def fill(caches: list[Any], model: Any, tokens: int) -> None:
@@ -89,9 +89,40 @@ def fill(caches: list[Any], model: Any, tokens: int) -> None:
             cache.update(*new, layer_idx)
 
 
+def replay(cache: Any, model: Any, tokens: int) -> Any:
+    """A `DynamicCache` that repeats the last step of a paged cache with the K and V that this gives back.
+
+    Args:
+        cache: after the step; it keeps its tokens.
+        model: whose cache it is.
+        tokens: of the step. Their own K and V are those of the paged cache too, whatever `update` is given.
+    """
+    repeated: Any = DynamicCache(config=model.config)
+    stored = [(keys.clone(), values.clone()) for keys, values, *_ in cache]
+    for layer_idx, (keys, values) in enumerate(stored):
+        repeated.update(keys[:, :, :-tokens], values[:, :, :-tokens], layer_idx)
+    update = repeated.update
+
+    def put_back(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return update(*(states[:, :, -tokens:] for states in stored[layer_idx]), layer_idx)
+
+    repeated.update = put_back
+    return repeated
+
+
 def remove_last(cache: Any, tokens: int) -> None:
-    """Crop; a `DynamicCache` is then put into the contiguous tensors that its next `torch.cat` would find."""
+    """Crop; a `DynamicCache` is then put into the contiguous tensors that its next `torch.cat` would find.
+
+    A `QuantizedCache`, which cannot be cropped, loses tokens that it has not quantised yet.
+    """
     layers: list[Any] = cache.layers
+    if isinstance(cache, QuantizedCache):
+        for layer in layers:
+            layer.cumulative_length -= tokens
+            for name in ("keys", "values"):
+                kept = getattr(layer, name)[..., :-tokens, :]
+                setattr(layer, name, kept if kept.shape[-2] else kept.new_empty(0))
+        return
     if isinstance(cache, StaticCache):
         for layer in layers:
             layer.cumulative_length.sub_(tokens)  # older versions have no `crop` for it

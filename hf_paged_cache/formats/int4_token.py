@@ -9,6 +9,7 @@ codes          10      0     10     14     15         bytes: 14|10 15|0 -|10 = E
 ```
 
 Largest error: half a scale in each rotated channel, which is at most sqrt(n) halves in a channel of x.
+Rotated channels beyond the range of float16 saturate; that takes a vector of norm above 65504.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from .codec import Codec
+from .codec import LARGEST_VALUE, Codec
 from .packing import inverse, nibble_bytes, pack_nibbles, scale_up, unpack_nibbles, zero_down
 from .rotation import part_size, rotate
 
@@ -57,5 +58,6 @@ class Int4Token(Codec):
 
 
 def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    zero = zero_down(x.amin(-1, keepdim=True))
-    return scale_up((x.amax(-1, keepdim=True) - zero.float()) / 15), zero
+    low, high = (bound.clamp(-LARGEST_VALUE, LARGEST_VALUE) for bound in x.aminmax(dim=-1, keepdim=True))
+    zero = zero_down(low)
+    return scale_up((high - zero.float()) / 15), zero

@@ -258,7 +258,8 @@ def test_the_memory_of_a_paged_generate_is_the_formula_to_the_byte(monkeypatch: 
     [
         (
             ["--only", "speed"],
-            "unknown bench 'speed'; choose from: attention, bandwidth, blocks, decode, memory, prefill",
+            "unknown bench 'speed'; choose from: attention, bandwidth, blocks, bytes, decode, formats, "
+            "memory, prefill, sealing",
         ),
         (["--only", ","], "--only needs at least one name"),
         (["--only", "bandwidth", "--json", "/does/not/exist.json"], "cannot write the results to"),

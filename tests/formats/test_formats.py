@@ -8,13 +8,22 @@ import pytest
 import torch
 
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.formats import FORMATS, Codec, KVFormat, RecordFormat, kv_format, with_keys_in_int8
+from hf_paged_cache.formats import (
+    FORMATS,
+    LARGEST_VALUE,
+    Codec,
+    KVFormat,
+    RecordFormat,
+    kv_format,
+    with_keys_in_int8,
+)
 from hf_paged_cache.formats.fp8_token import Fp8Token
 from hf_paged_cache.formats.int4_channel import Int4Channel
 from hf_paged_cache.formats.int4_group import Int4Group
 from hf_paged_cache.formats.int4_token import Int4Token
 from hf_paged_cache.formats.int8_block import Int8Block
 from hf_paged_cache.formats.int8_token import Int8Token
+from hf_paged_cache.formats.rotation import signs
 
 HEAD_DIMS = (64, 80, 97, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -155,6 +164,22 @@ def test_the_picture_of_int4_group() -> None:
     codes, params = stored(Int4Group(group_size=2), [[0.0, 1.5, 60.0, 61.5]])
     assert codes == [[0 | 0 << 4, 15 | 15 << 4]]
     assert params[1].tolist() == [[0.0, 60.0]]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_values_saturate_and_are_never_lost(name: str, head_dim: int) -> None:
+    form = bound(name, 16, head_dim)
+    for sign in (1.0, -1.0):
+        # Signs under which a rotation would put all of it into one channel.
+        extreme = sign * LARGEST_VALUE * torch.tensor(signs(head_dim), dtype=torch.float32)
+        x = extreme.expand(16, head_dim)
+        records = torch.zeros(form.nbytes, dtype=torch.uint8)
+        form.encode(x, x, records)
+        for got in form.decode(records):
+            assert got.isfinite().all()
+            assert got.norm() <= 1.01 * x.norm()
+            assert (got * x).sum() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

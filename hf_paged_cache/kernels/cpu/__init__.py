@@ -1,4 +1,4 @@
-"""Paged attention on CPUs: C++ that reads keys and values straight from their blocks.
+"""Paged attention on CPUs: C++ that reads keys and values straight from their blocks, records included.
 
 The library is compiled on first use (`build`) and called through `ctypes` with data pointers. It needs no
 torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`.
@@ -9,27 +9,29 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 
-from hf_paged_cache.kernels.cpu import build
+from hf_paged_cache.formats import RecordFormat
+from hf_paged_cache.kernels.cpu import build, layout
 from hf_paged_cache.kernels.problem import Attention, LayerBlocks
+from hf_paged_cache.kernels.reference import unstorable
 
-MAX_BLOCK_SIZE = 256
-"""Tokens per block that the kernel has room for."""
-
-_ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
-# The records of abi.h and copy.cpp, field by field.
-_BLOCKS = struct.Struct("=3q 1q 3q 3q 6q 1q")
+# Records of abi.h and records.cpp, field by field.
 _CALL = struct.Struct("=1q 3q 2q 2q 2q 2d 1q 3q 2q 4q 1q")
 _NEW_TOKENS = struct.Struct("=2q 3q 3q 3q")
+_GATHER = struct.Struct("=2q 3q")
 
 _BLOCK_OUT_OF_RANGE = 1
 _OUT_OF_MEMORY = 2
+_UNSTORABLE_KEYS = 3
+_UNSTORABLE_VALUES = 4
+_PART_OF_A_BLOCK = 5
 
 _load_lock = threading.Lock()
 _loaded: build.Library | str | None = None
@@ -63,7 +65,10 @@ def _load() -> build.Library | str:
 
 def _declare(handle: ctypes.CDLL) -> None:
     integer = ctypes.c_int64
-    handle.paged_decode.argtypes = handle.paged_write.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    for function in (handle.paged_decode, handle.paged_write, handle.paged_gather):
+        function.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    for function in (handle.paged_encode_blocks, handle.paged_decode_blocks):
+        function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, integer, integer]
     handle.paged_copy_blocks.argtypes = [integer, integer, ctypes.c_void_p, ctypes.c_void_p, integer, integer]
     handle.paged_copy_blocks.restype = None
     handle.paged_scratch_bytes.restype = integer
@@ -99,63 +104,51 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None when the kernel can serve these blocks, otherwise a sentence. Compiles nothing."""
     if type(blocks.native) is _Native:
         return None
-    if blocks.records is not None:
-        return "The C++ kernel does not read records."
-    keys, values, table = blocks.keys, blocks.values, blocks.table
-    for name, tensor in (("keys", keys), ("values", values), ("table", table)):
-        if tensor.device.type != "cpu":
-            return f"The C++ kernel reads CPU memory; {name} are on {tensor.device}."
-    if keys.dtype not in _ELEMENT_TYPES or values.dtype != keys.dtype:
-        return (
-            f"The C++ kernel takes float32, bfloat16 or float16 blocks, not {keys.dtype} and {values.dtype}."
-        )
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        return "The C++ kernel takes blocks whose rows of head_dim elements are contiguous."
-    if blocks.block_size > MAX_BLOCK_SIZE:
-        return f"The C++ kernel takes blocks of up to {MAX_BLOCK_SIZE} tokens, not {blocks.block_size}."
-    if table.dtype != torch.int32 or not table.is_contiguous():
-        return (
-            f"The C++ kernel takes a contiguous int32 table, not {table.dtype} with strides {table.stride()}."
-        )
-    return None
+    return layout.unsupported_reason(blocks)
 
 
 def _prepare(blocks: LayerBlocks) -> _Native:
     if reason := unsupported_reason(blocks):
         raise AssertionError(f"the C++ kernel was given blocks that it does not support: {reason}")
-    keys, values, table = blocks.keys, blocks.values, blocks.table
-    num_blocks, kv_heads, block_size, head_dim = keys.shape
-    batch, max_blocks = table.shape
-    if values.shape[:3] != keys.shape[:3]:
-        raise AssertionError(
-            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not of the same blocks"
-        )
-    record = _BLOCKS.pack(
-        *(keys.data_ptr(), values.data_ptr(), table.data_ptr(), num_blocks),
-        *(*keys.stride()[:3], *values.stride()[:3]),
-        *(batch, max_blocks, kv_heads, block_size, head_dim, values.shape[3], _ELEMENT_TYPES[keys.dtype]),
+    _, kv_heads, block_size, head_dim = blocks.keys.shape
+    batch, max_blocks = blocks.table.shape
+    native = _Native(
+        layout.pack(blocks),
+        (batch, head_dim, kv_heads),
+        blocks.values.shape[3],
+        max_blocks * block_size,
+        blocks.keys.dtype,
     )
-    shape = (batch, head_dim, kv_heads)
-    native = _Native(record, shape, values.shape[3], max_blocks * block_size, keys.dtype)
     blocks.native = native
     return native
 
 
-def _check(status: int) -> None:
+def _fail(status: int) -> None:
     if status == _BLOCK_OUT_OF_RANGE:
         raise AssertionError("the block table names a block outside the pool")
     if status == _OUT_OF_MEMORY:
         raise MemoryError("no memory for the working space of paged attention")
+    if status in (_UNSTORABLE_KEYS, _UNSTORABLE_VALUES):
+        raise unstorable("K" if status == _UNSTORABLE_KEYS else "V")
+    if status == _PART_OF_A_BLOCK:
+        raise AssertionError("tokens of part of a block were written to a record that takes whole blocks")
+    raise AssertionError(f"the C++ kernel returned status {status}, which it has not")
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
     """Store new tokens at positions `start`, `start + 1`, … of every row. Tokens of null blocks are dropped.
+
+    Records get whole blocks, unless their format is per token.
 
     Args:
         blocks: Where to.
         key_states: `[batch, kv_heads, tokens, head_dim]`, dtype of the blocks.
         value_states: `[batch, kv_heads, tokens, v_head_dim]`.
         start: Position of the first token.
+
+    Raises:
+        UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
+            `formats.LARGEST_VALUE`. Nothing was written.
     """
     native = blocks.native
     if type(native) is not _Native:
@@ -183,7 +176,8 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         *(key_batch, key_head, key_token, value_batch, value_head, value_token),
         *(tokens, start, torch.get_num_threads()),
     )
-    _check(_handle().paged_write(native.record, fresh))
+    if status := _handle().paged_write(native.record, fresh):
+        _fail(status)
 
 
 @overload
@@ -241,8 +235,106 @@ def decode(
         *((0, 0, 0, 0, 0, 0) if mask is None else (mask.data_ptr(), _MASK_TYPES[mask.dtype], *mask.stride())),
         torch.get_num_threads(),
     )
-    _check(_handle().paged_decode(native.record, call))
+    if status := _handle().paged_decode(native.record, call):
+        _fail(status)
     return out if lse is None else (out, lse)
+
+
+def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens `[start, end)` of a quantised layer as dense tensors; null blocks read as zeros.
+
+    Args:
+        blocks: With records.
+        start: Position of the first token.
+        end: One past the last.
+
+    Returns:
+        Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]` in the model's dtype,
+        contiguous.
+    """
+    native = blocks.native
+    if type(native) is not _Native:
+        native = _prepare(blocks)
+    if blocks.records is None or not 0 <= start <= end <= native.capacity_tokens:
+        raise AssertionError(
+            f"tokens [{start}, {end}) of blocks for {native.capacity_tokens} cannot be gathered from records"
+        )
+    batch, head_dim, kv_heads = native.shape
+    keys = torch.empty((batch, kv_heads, end - start, head_dim), dtype=native.dtype)
+    values = torch.empty((batch, kv_heads, end - start, native.v_head_dim), dtype=native.dtype)
+    wanted = _GATHER.pack(keys.data_ptr(), values.data_ptr(), start, end, torch.get_num_threads())
+    if status := _handle().paged_gather(native.record, wanted):
+        _fail(status)
+    return keys, values
+
+
+def encode_blocks(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
+
+    Args:
+        form: What the bytes of the records mean.
+        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, contiguous, changed in place.
+        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`, contiguous.
+        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`, contiguous.
+        slots: Slots to read.
+        ids: As many distinct records to overwrite.
+    """
+    _convert(_handle().paged_encode_blocks, form, records, keys, values, slots, ids)
+
+
+def decode_blocks(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` is.
+
+    Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
+    """
+    _convert(_handle().paged_decode_blocks, form, records, keys, values, slots, ids)
+
+
+def _convert(
+    function: Callable[..., int],
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    count = len(slots)
+    if len(ids) != count or not all(pool.is_contiguous() for pool in (records, keys, values)):
+        raise AssertionError(
+            f"{count} slots cannot be converted to {len(ids)} records; strides are {keys.stride()}, "
+            f"{values.stride()} and {records.stride()}"
+        )
+    if count == 0:
+        return
+    if min(*slots, *ids) < 0 or max(slots) >= keys.shape[0] or max(ids) >= records.shape[0]:
+        raise AssertionError(
+            f"slots {slots} or records {ids} lie outside of {keys.shape[0]}, {records.shape[0]}"
+        )
+    # To the library the heads of all layers are heads of one.
+    one_layer = LayerBlocks(
+        *(keys.flatten(1, 2), values.flatten(1, 2), torch.empty((0, 0), dtype=torch.int32)),
+        records=records.flatten(1, 2),
+        form=form,
+    )
+    record = _prepare(one_layer).record
+    slot_array, id_array = (ctypes.c_int64 * count)(*slots), (ctypes.c_int64 * count)(*ids)
+    if status := function(record, slot_array, id_array, count, torch.get_num_threads()):
+        _fail(status)
 
 
 def _expand_mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:

@@ -1,10 +1,35 @@
-// The two records that Python hands over: every field is 8 bytes wide, in this order, in native byte order.
+// The records that Python hands over: every field is 8 bytes wide, in this order, in native byte order.
 // `__init__.py` packs them with `struct`; its format strings must be changed together with these.
 #pragma once
 
 #include <cstdint>
 
 namespace paged {
+
+enum Codec : std::int64_t {
+  kNoCodec = 0,
+  kInt8Token = 1,
+  kFp8Token = 2,
+  kInt4Token = 3,
+  kInt4Channel = 4,
+  kInt8Block = 5,
+  kInt4Group = 6
+};
+
+// How K, or V, lie in a record. Offsets are bytes from where the record begins.
+struct Part {
+  std::int64_t codec, codes, params;
+  std::int64_t group_size;  // channels, of kInt4Group
+};
+
+// The records of one layer; of a layer without records, zeros.
+struct Records {
+  std::uint8_t* data;  // [num_records, kv_heads, bytes]
+  std::int64_t num_records;
+  std::int64_t block_stride, head_stride;  // bytes
+  std::int64_t bytes;                      // of one
+  Part keys, values;
+};
 
 // One layer's blocks. Strides count elements, not bytes.
 struct Blocks {
@@ -16,7 +41,14 @@ struct Blocks {
   std::int64_t value_block_stride, value_head_stride, value_token_stride;
   std::int64_t batch, max_blocks, kv_heads, block_size, head_dim, v_head_dim;
   std::int64_t element_type;
+  Records records;
 };
+
+constexpr std::int32_t kNullBlock = -1;
+
+// In the table of a layer with records, entries below kNullBlock name a slot of `keys` and `values`.
+inline std::int64_t dense_slot(std::int32_t entry) { return -2 - static_cast<std::int64_t>(entry); }
+inline bool has_records(const Blocks& blocks) { return blocks.records.keys.codec != kNoCodec; }
 
 enum MaskType : std::int64_t {
   kNoMask = 0,
@@ -46,7 +78,23 @@ struct Call {
   std::int64_t threads;
 };
 
+// New tokens: [batch, kv_heads, tokens, head_dim] by strides (in elements), last dimension contiguous.
+struct NewTokens {
+  const char* keys;
+  const char* values;
+  std::int64_t key_batch_stride, key_head_stride, key_token_stride;
+  std::int64_t value_batch_stride, value_head_stride, value_token_stride;
+  std::int64_t tokens, start, threads;
+};
+
 // What the entry points return: 0, or one of these.
-enum Status : int { kOk = 0, kBlockOutOfRange = 1, kOutOfMemory = 2 };
+enum Status : int {
+  kOk = 0,
+  kBlockOutOfRange = 1,
+  kOutOfMemory = 2,
+  kUnstorableKeys = 3,
+  kUnstorableValues = 4,
+  kPartOfABlock = 5
+};
 
 }  // namespace paged

@@ -22,11 +22,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 _SOURCE_DIR = Path(__file__).parent
-_SOURCES = ("attention.cpp", "copy.cpp")
+_SOURCES = ("quantised.cpp", "attention.cpp", "records.cpp", "copy.cpp")  # the slowest to compile first
 _COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
 _COMPILE_TIMEOUT_S = 300
 
@@ -109,9 +110,10 @@ def _candidate_flags(isa: str, cpu_flags: set[str], *, is_clang: bool) -> list[t
     flags = _ISA_FLAGS[isa]
     # clang's -fopenmp would bring a second thread pool beside torch's, which costs more than it gains.
     openmp = () if is_clang else ("-fopenmp",)
-    candidates = [(*flags, *openmp)]
-    if isa == "avx512" and "avx512_bf16" in cpu_flags:
-        candidates.insert(0, (*flags, "-mavx512bf16", *openmp))  # unknown to compilers before GCC 10
+    # Not every CPU has these, and not every compiler: GCC has the former since 8, the latter since 10.
+    extensions = {"avx512_vnni": "-mavx512vnni", "avx512_bf16": "-mavx512bf16"}
+    more = [flag for name, flag in extensions.items() if isa == "avx512" and name in cpu_flags]
+    candidates = [(*flags, *more[:count], *openmp) for count in range(len(more), -1, -1)]
     if openmp:
         candidates.append(flags)
     return candidates
@@ -195,5 +197,15 @@ def _uncached(name: str, command: list[str]) -> ctypes.CDLL:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    _run([*command, *(str(_SOURCE_DIR / source) for source in _SOURCES), "-o", str(path)])
+    """Compile the sources side by side, and link them."""
+    with tempfile.TemporaryDirectory(prefix="hf_paged_cache-") as directory:
+        objects = [f"{directory}/{source}.o" for source in _SOURCES]
+
+        def compile_one(source: str, to: str) -> None:
+            _run([*command, "-c", str(_SOURCE_DIR / source), "-o", to])
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for done in [pool.submit(compile_one, *pair) for pair in zip(_SOURCES, objects, strict=True)]:
+                done.result()
+        _run([*command, *objects, "-o", str(path)])
     path.chmod(0o755)

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "abi.h"
+#include "quantised.h"
 
 namespace paged {
 namespace {
@@ -27,20 +27,12 @@ void copy_rows(char* to, std::int64_t to_stride, const char* from, std::int64_t 
 }  // namespace
 }  // namespace paged
 
-// New tokens: [batch, kv_heads, tokens, head_dim] by strides (in elements), last dimension contiguous.
-struct NewTokens {
-  const char* keys;
-  const char* values;
-  std::int64_t key_batch_stride, key_head_stride, key_token_stride;
-  std::int64_t value_batch_stride, value_head_stride, value_token_stride;
-  std::int64_t tokens, start, threads;
-};
-
 extern "C" __attribute__((visibility("default"))) int paged_write(const paged::Blocks* blocks_pointer,
-                                                                  const NewTokens* fresh_pointer) {
+                                                                  const paged::NewTokens* fresh_pointer) {
   using std::int64_t;
   const paged::Blocks& blocks = *blocks_pointer;
-  const NewTokens& fresh = *fresh_pointer;
+  const paged::NewTokens& fresh = *fresh_pointer;
+  if (paged::has_records(blocks)) return paged::write_records(blocks, fresh);
   const int64_t element = paged::element_bytes(blocks);
   const int64_t key_bytes = blocks.head_dim * element;
   const int64_t value_bytes = blocks.v_head_dim * element;
@@ -59,7 +51,7 @@ extern "C" __attribute__((visibility("default"))) int paged_write(const paged::B
     const int64_t column = first_block + piece / blocks.kv_heads % columns;
     const int64_t b = piece / blocks.kv_heads / columns;
     const int64_t id = blocks.table[b * blocks.max_blocks + column];
-    if (id == -1) continue;
+    if (id == paged::kNullBlock) continue;
     if (id < 0 || id >= blocks.num_blocks) {
       status = paged::kBlockOutOfRange;
       continue;

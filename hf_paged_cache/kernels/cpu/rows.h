@@ -4,6 +4,7 @@
 // A pair holds kPair consecutive elements in the type's *lane order*, which is free to differ from memory
 // order: sums over head_dim do not care, and `store` puts outputs back. bfloat16 keeps even elements in the
 // first vector and odd ones in the second, which costs one shift and one mask for 2 * kLanes elements.
+// `lanes_of` puts floats in memory order into it.
 #pragma once
 
 #include "simd.h"
@@ -39,6 +40,8 @@ struct Float32 {
 #endif
   }
 
+  static Pair lanes_of(const float* p) { return load(p); }
+
   static void store(Element* p, Pair v) {
     paged::store(p, v.a);
     paged::store(p + kLanes, v.b);
@@ -64,6 +67,15 @@ struct BFloat16 {
 #else
     return load_padded<BFloat16>(p, count);
 #endif
+  }
+
+  static Pair lanes_of(const float* p) {
+    Pair v;
+    for (int i = 0; i < kLanes; ++i) {
+      v.a[i] = p[2 * i];
+      v.b[i] = p[2 * i + 1];
+    }
+    return v;
   }
 
   static void store(Element* p, Pair v) {
@@ -115,6 +127,7 @@ struct Float16 {
 
   static Pair load(const Element* p) { return {widen(p), widen(p + kLanes)}; }
   static Pair load_first(const Element* p, int count) { return load_padded<Float16>(p, count); }
+  static Pair lanes_of(const float* p) { return {paged::load(p), paged::load(p + kLanes)}; }
   static void store(Element* p, Pair v) {
     narrow(p, v.a);
     narrow(p + kLanes, v.b);

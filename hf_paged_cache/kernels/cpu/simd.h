@@ -45,15 +45,23 @@ inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 constexpr std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 
 inline float sum_of(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float total = 0.0f;
   for (int i = 0; i < kLanes; ++i) total += v[i];
   return total;
+#endif
 }
 
 inline float max_of(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float top = v[0];
   for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
   return top;
+#endif
 }
 
 // e^x for x <= 0, within 2 ulp; 0 below the smallest normal number (so exactly 0 for -inf); NaN stays NaN.

@@ -34,6 +34,31 @@ struct Rows {
   Softmax* softmax;
 };
 
+// Calls f(first row, number of rows) until all rows are done: up to kMaxRows at once, as even as can be: 5
+// rows are 3 + 2, not 4 + 1.
+template <class F>
+void by_passes(std::int64_t rows, F f) {
+  std::int64_t passes = (rows + kMaxRows - 1) / kMaxRows;
+  for (std::int64_t first = 0; passes > 0; --passes) {
+    const std::int64_t count = (rows - first + passes - 1) / passes;
+    switch (count) {
+      case 1:
+        f(first, std::integral_constant<int, 1>());
+        break;
+      case 2:
+        f(first, std::integral_constant<int, 2>());
+        break;
+      case 3:
+        f(first, std::integral_constant<int, 3>());
+        break;
+      default:
+        f(first, std::integral_constant<int, 4>());
+        break;
+    }
+    first += count;
+  }
+}
+
 class TileAttention {
  public:
   TileAttention(const Blocks& blocks, const Call& call)
@@ -42,26 +67,41 @@ class TileAttention {
   template <class Row, int R>
   void attend(const Tile<Row>& tile, const Rows& rows) const {
     alignas(64) float scores[R * kScoreStride];
-    const std::int64_t sums_stride = round_up(blocks_.v_head_dim, kPair);
-    const int value_dim = static_cast<int>(blocks_.v_head_dim);
-    const int padded = static_cast<int>(round_up(tile.tokens, kLanes));
     score_tile<Row, R>(rows.queries, prepared_query_floats<Row>(blocks_.head_dim), tile.keys,
                        blocks_.key_token_stride, tile.tokens, static_cast<int>(blocks_.head_dim), scores,
                        kScoreStride, tile.key_prefetch_bytes);
+    const bool hidden = weigh<R>(scores, tile.first, tile.tokens, tile.masked, rows);
+    add<Row, R>(scores, hidden, tile, rows);
+  }
+
+  // Turns dot products into weights, and brings the sums of the rows to the new top. Returns whether any row
+  // does not see some token.
+  template <int R>
+  bool weigh(float* scores, std::int64_t first, int tokens, bool masked, const Rows& rows) const {
+    const std::int64_t sums_stride = round_up(blocks_.v_head_dim, kPair);
+    const int padded = static_cast<int>(round_up(tokens, kLanes));
     bool hidden = false;
     for (int r = 0; r < R; ++r) {
       float* row = scores + r * kScoreStride;
       finish_scores(row, padded);
-      hidden |= hide(tile.first, tile.tokens, tile.masked, rows, r, row);
-      for (int t = tile.tokens; t < padded; ++t) row[t] = -kInfinity;
+      hidden |= hide(first, tokens, masked, rows, r, row);
+      for (int t = tokens; t < padded; ++t) row[t] = -kInfinity;
       const float factor = soften(row, padded, rows.softmax[r]);
       if (factor != 1.0f) rescale(rows.sums + r * sums_stride, sums_stride, factor);
     }
+    return hidden;
+  }
+
+  // Adds the weighted values of a tile to the sums of the rows.
+  template <class Row, int R>
+  void add(const float* weights, bool hidden, const Tile<Row>& tile, const Rows& rows) const {
+    const std::int64_t sums_stride = round_up(blocks_.v_head_dim, kPair);
+    const int value_dim = static_cast<int>(blocks_.v_head_dim);
     if (!hidden) {
-      add_values<Row, R>(scores, kScoreStride, tile.values, blocks_.value_token_stride, tile.tokens,
+      add_values<Row, R>(weights, kScoreStride, tile.values, blocks_.value_token_stride, tile.tokens,
                          value_dim, rows.sums, sums_stride, tile.value_prefetch_bytes);
     } else {
-      add_seen_values<Row, R>(scores, tile, value_dim, rows.sums, sums_stride);
+      add_seen_values<Row, R>(weights, tile, value_dim, rows.sums, sums_stride);
     }
   }
 
@@ -69,6 +109,7 @@ class TileAttention {
   void finish_scores(float* scores, int count) const {
     const float scale = static_cast<float>(call_.scale);
     const float cap = static_cast<float>(call_.softcap);
+    if (scale == 1.0f && cap == 0.0f) return;
     for (int t = 0; t < count; t += kLanes) {
       const Vec scaled = load(scores + t) * scale;
       store(scores + t, cap == 0.0f ? scaled : softcap(scaled, cap));

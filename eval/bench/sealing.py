@@ -1,0 +1,116 @@
+"""What it costs to encode a block when it is full, spread over the steps that fill it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from eval.bench import workload
+from eval.bench.context import Context
+from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fixed, scientific
+from eval.bench.timing import STEPS, Contender, Timings, interleave
+
+FORMATS = ("int4", "int8_block", "int4_group")
+"""Formats that encode whole blocks; the others encode each token as it comes."""
+REQUIRED = "int4"
+CONTEXT_TOKENS = (128, 2048, 8192)
+MAX_SHARE_PERCENT = 3.0
+"""Of a decode step, per token."""
+TOLERANCE = 1e-2
+"""RMS of the difference to the block that plain torch encodes: a code may be off by one where a value lies
+in the middle between two."""
+
+COLUMNS = (
+    Column("format", "format"),
+    Column("tokens", "tokens"),
+    Column("step_ms", "step ms", fixed(2)),
+    Column("seal_ms", "seal ms", fixed(3)),
+    Column("per_token_us", "µs a token", fixed(1)),
+    Column("share_percent", "% of a step", fixed(2)),
+    Column("error", "error", scientific),
+)
+
+
+def run(context: Context) -> Result:
+    """The `sealing` bench."""
+    started_s = time.perf_counter()
+    model, source = context.model(torch.float32)
+    rows = []
+    with torch.inference_mode():
+        for name in (REQUIRED,) if context.quick else FORMATS:
+            for tokens in CONTEXT_TOKENS if name == REQUIRED else CONTEXT_TOKENS[-1:]:
+                context.progress(f"sealing: {name}, {tokens} tokens")
+                rows.append(_measure(context, model, name, tokens))
+    return Result(
+        "sealing",
+        "encoding a full block of all layers and heads, batch 1, float32 model",
+        COLUMNS,
+        rows,
+        (
+            f"{source}. step: a forward of one token over K and V of the others; seal: one block.",
+            "%: seal over the tokens of a block over a step; median of the quotients within a round.",
+            "error: RMS ratio of what the sealed block gives back against one sealed by plain torch.",
+        ),
+        time.perf_counter() - started_s,
+    )
+
+
+def _measure(context: Context, model: Any, name: str, tokens: int) -> Row:
+    cache = workload.new_cache(name, model)
+    workload.fill([cache], model, tokens - STEPS)
+    pool, slot, record = _open_block(cache)
+    error = _check(name, pool, slot, record)
+    timings = interleave(
+        [
+            workload.forward_contender(name, model, cache, torch.tensor([[42]])),
+            Contender("seal", lambda: pool.seal([slot], [record])),
+        ],
+        budget_s=context.budget_s(5.0),
+        min_rounds=context.rounds(9),
+    )
+    return _row(name, tokens, cache.stats().block_size, timings, error)
+
+
+def _open_block(cache: Any) -> tuple[Any, int, int]:
+    """The pool of all layers, a slot with K and V in it, and the record that it would be sealed into.
+
+    That record is not in use as long as the block is in the model's dtype, so it can be written at will.
+    """
+    (group,) = cache._state.groups
+    (pool,) = group.pools
+    ids = group.manager.tables[0].ids
+    column, slot = min(group.dense.slots_of(ids))
+    return pool, slot, ids[column]
+
+
+def _check(name: str, pool: Any, slot: int, record: int) -> float:
+    pool.seal([slot], [record])
+    got = pool.form.decode(pool.records[record])
+    expected = torch.empty_like(pool.records[record])
+    pool.form.encode(pool.keys[slot], pool.values[slot], expected)
+    errors = []
+    for part, want in zip(got, pool.form.decode(expected), strict=True):
+        if not part.isfinite().all():
+            raise WrongAnswer(f"a block sealed in {name} holds NaN or infinity")
+        errors.append(workload.rms_ratio(part, want))
+    return workload.check(f"a block sealed in {name}", max(errors), TOLERANCE)
+
+
+def _row(name: str, tokens: int, block_size: int, timings: Timings, error: float) -> Row:
+    share = 100 / block_size / timings.speedup("seal", name)
+    seal_s = timings.median_s("seal")
+    cells: dict[str, Cell] = {
+        "format": name,
+        "tokens": tokens,
+        "step_ms": 1e3 * timings.median_s(name),
+        "seal_ms": 1e3 * seal_s,
+        "per_token_us": 1e6 * seal_s / block_size,
+        "share_percent": share,
+        "error": error,
+        "rounds": len(timings.seconds[name]),
+    }
+    if name != REQUIRED:
+        return Row(cells)
+    return Row(cells, (Bound("of a step", share, MAX_SHARE_PERCENT, at_least=False, unit=" %"),))

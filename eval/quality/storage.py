@@ -1,0 +1,99 @@
+"""What a cache keeps, counted from the tensors that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes of K and V after a run, and how many numbers they stand for.
+
+    Attributes:
+        stored_bytes: of tokens in the cache's format for good: sealed records, or a stock cache's quantised
+            part, with their scales.
+        stored_values: numbers of K and V in them.
+        all_bytes: those and what is kept in the model's dtype (sink, open block, residual).
+        all_values: numbers of K and V of all tokens.
+    """
+
+    stored_bytes: int
+    stored_values: int
+    all_bytes: int
+    all_values: int
+
+    @property
+    def stored_bits(self) -> float | None:
+        """Bits per value of what is stored for good; None if nothing is yet."""
+        return 8 * self.stored_bytes / self.stored_values if self.stored_values else None
+
+    @property
+    def all_bits(self) -> float:
+        """Bits per value of everything."""
+        return 8 * self.all_bytes / self.all_values
+
+
+def of_paged(cache: Any) -> Storage:
+    """A `PagedCache`: the entries of its tables say which blocks are records."""
+    tokens, stored_bytes, stored_values, all_values = cache.stats().tokens, 0, 0, 0
+    for blocks in cache._state.blocks.values():
+        heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
+        stored = blocks.records if blocks.records is not None else None
+        block_bytes = (
+            (blocks.keys[0].nbytes + blocks.values[0].nbytes) if stored is None else stored[0].nbytes
+        )
+        columns = -(-tokens // blocks.block_size)
+        in_column = torch.full((columns,), blocks.block_size)
+        in_column[-1] = tokens - (columns - 1) * blocks.block_size
+        sealed = blocks.table[:, :columns] >= 0
+        stored_bytes += int(sealed.sum()) * block_bytes
+        stored_values += int((sealed * in_column).sum()) * heads * dims
+        all_values += blocks.table.shape[0] * tokens * heads * dims
+    return Storage(stored_bytes, stored_values, cache.memory_footprint().used_bytes, all_values)
+
+
+def of_dynamic(cache: Any) -> Storage:
+    """A `DynamicCache`."""
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    total, values = sum(tensor.nbytes for tensor in tensors), sum(tensor.numel() for tensor in tensors)
+    return Storage(total, values, total, values)
+
+
+def of_quantized(cache: Any, values_per_token: int, rows: int) -> Storage:
+    """A `QuantizedCache`: its quantised part, and the residual in the model's dtype.
+
+    Args:
+        cache: with any backend.
+        values_per_token: numbers of K and V of one token over all layers.
+        rows: of the batch.
+    """
+    stored = residual = residual_values = 0
+    for layer in cache.layers:
+        stored += sum(map(_nbytes, _tensors((layer._quantized_keys, layer._quantized_values))))
+        residual += layer.keys.nbytes + layer.values.nbytes
+        residual_values += layer.keys.numel() + layer.values.numel()
+    total = values_per_token * rows * cache.layers[0].cumulative_length
+    return Storage(stored, total - residual_values, stored + residual, total)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors inside tuples, dicts and tensors that are made of others."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from _tensors(tuple(getattr(value, name) for name in names))
+        else:
+            yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,98 @@
+"""Comparisons as tables, in the form that benches have."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
+from eval.quality import offset, text
+from eval.quality.protocol import Comparison, Outcome
+from eval.quality.requirements import Protocol, bounds
+
+COLUMNS = (
+    Column("scheme", "scheme"),
+    Column("kl_nats", "KL nats", scientific),
+    Column("top1_percent", "top-1 %", fixed(2)),
+    Column("perplexity", "perplexity", fixed(3)),
+    Column("perplexity_ratio", "x full", fixed(4)),
+    Column("stored_bits", "bits", fixed(2)),
+    Column("all_bits", "bits, all", fixed(2)),
+    Column("note", "note"),
+)
+
+_NOTES = (
+    "KL: mean over tokens of KL(full precision || scheme); full precision: DynamicCache. "
+    "top-1: tokens with the same most likely successor. x full: perplexity over that of full precision.",
+    "bits: bytes of sealed records (or of a stock cache's quantised part), scales included, per value in "
+    "them. bits, all: of all that is held at the end, with what is kept in the model's dtype.",
+)
+
+
+def result(comparison: Comparison, protocol: Protocol, seconds: float) -> Result:
+    """The table of one comparison."""
+    required = bounds(comparison, protocol)
+    name, title = ("offset", "the same with a key offset") if comparison.key_offset else ("quality", "")
+    about = f"{protocol.model}, {protocol.rows} rows of {protocol.tokens} tokens, chunks of {protocol.chunk}"
+    return Result(
+        name,
+        title or about,
+        COLUMNS,
+        [_row(outcome, comparison, required.get(outcome.scheme.name, ())) for outcome in comparison.outcomes],
+        (*_NOTES, *_more_notes(comparison, protocol)),
+        seconds,
+    )
+
+
+def _more_notes(comparison: Comparison, protocol: Protocol) -> tuple[str, ...]:
+    if comparison.key_offset:
+        return (
+            f"{offset.OFFSET:g} is added to two channels of every key on its way into the cache: those of "
+            "the pair that rotary embeddings turn slowest (the last of each half of the head). A softmax "
+            "does not see it.",
+        )
+    titles = [outcome.scheme for outcome in comparison.outcomes if outcome.scheme.name.startswith("stock")]
+    stock = tuple(
+        f"{scheme.name}: {scheme.title}, otherwise its defaults: groups of 64, and up to 128 of the newest "
+        "tokens as they are; everything is quantised anew whenever those are full."
+        for scheme in titles
+    )
+    sizes = "block and group sizes are compared without the guard, so that all layers are alike"
+    has_sizes = any(outcome.scheme.only_defaults for outcome in comparison.outcomes)
+    return (f"text: {text.HOW.format(name=text.DATA.name)}", *stock, *([sizes] if has_sizes else []))
+
+
+def _row(outcome: Outcome, comparison: Comparison, required: tuple[Bound, ...]) -> Row:
+    cells: dict[str, Cell] = {"scheme": outcome.scheme.name, "title": outcome.scheme.title}
+    if outcome.problem is not None:
+        return Row({**cells, "note": outcome.problem})
+    score, storage = outcome.score, outcome.storage
+    assert storage is not None, "a scheme that ran to the end was measured"
+    cells |= {
+        "kl_nats": score.kl_nats,
+        "top1_percent": score.top1_percent,
+        "perplexity": score.perplexity,
+        "perplexity_ratio": score.perplexity / comparison.reference.perplexity,
+        "stored_bits": storage.stored_bits,
+        "all_bits": storage.all_bits,
+        "stored_bytes": storage.stored_bytes,
+        "stored_values": storage.stored_values,
+        "all_bytes": storage.all_bytes,
+        "all_values": storage.all_values,
+        "backend": outcome.backend,
+        "note": _moves(outcome.moved) or None,
+    }
+    return Row(cells, required)
+
+
+def _moves(moved: dict[int, str]) -> str:
+    """`layers 0-3, 7 as k8v4`."""
+    parts = []
+    for name in sorted(set(moved.values())):
+        layers = sorted(layer for layer, other in moved.items() if other == name)
+        runs = [
+            [layer for _, layer in run]
+            for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])
+        ]
+        named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        parts.append(f"layers {named} as {name}")
+    return "; ".join(parts)

@@ -1,0 +1,216 @@
+// Paged attention for a few query tokens: every stored key and value is read once, straight from its block.
+//
+// The work is cut into tasks of (batch row, run of blocks). A task walks its blocks in order and, inside a
+// block, the kv heads, whose tiles lie next to each other in memory; all query heads of a kv head share each
+// read. Long rows are cut into several tasks so that every thread has work, and their results are merged by
+// log-sum-exp (flash-decoding: Dao et al., 2023; paged blocks: Kwon et al., "PagedAttention", 2023).
+//
+// What a block's tiles are made of is the business of a `Layer`: elements of the model's dtype, or records.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "scratch.h"
+#include "tile.h"
+
+namespace paged {
+
+constexpr std::int64_t kMinTokensPerSplit = 256;
+constexpr std::int64_t kTasksPerThread = 4;  // enough that a thread that is held up does not hold up the call
+
+inline int worker_id() {
+#if defined(_OPENMP)
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+struct VisibleBlock {
+  std::int32_t entry;  // of the table
+  bool masked;
+  std::int64_t first;  // position of the first token to read
+  int tokens;
+};
+
+// What a task leaves behind: for each query row of the batch row, kv head by kv head, unnormalised sums and
+// softmax.
+struct Partial {
+  float* sums;
+  Softmax* softmax;
+};
+
+// Rows go by kv head, then query token, then query head of the group: head and token of one.
+inline std::pair<std::int64_t, std::int64_t> head_and_token(const Call& call, std::int64_t row,
+                                                            std::int64_t group) {
+  const std::int64_t rows_per_head = group * call.q_tokens;
+  const std::int64_t within = row % rows_per_head;
+  return {row / rows_per_head * group + within % group, within / group};
+}
+
+// A Layer has
+//   kParts                                 partial results that a query row has (of tiles of different
+//   kinds), worker_bytes()                         working memory that a thread needs for it, holds(entry)
+//   whether an entry of the table can be, prepare(b, worker)                     what is done once for a row
+//   of the batch, attend(b, block, next, worker, part)   a block, all heads; `next` is null or the block
+//   after it, store(sums, part_stride, factor, out)  a row of the output from the merged sums of its parts.
+template <class Layer>
+class Attention {
+  using Element = typename Layer::Element;
+
+ public:
+  Attention(const Blocks& blocks, const Call& call) : blocks_(blocks), call_(call), layer_(blocks, call) {
+#if defined(_OPENMP)
+    threads_ = std::max<std::int64_t>(1, call.threads);
+#else
+    threads_ = 1;
+#endif
+    rows_ = call.q_heads * call.q_tokens;
+    first_token_ = call.start;
+    if (call.window != 0) first_token_ = std::max(call.start, call.first_query - call.window + 1);
+    first_token_ = std::min(first_token_, call.end);
+    first_block_ = first_token_ / blocks.block_size;
+    num_blocks_ = (call.end + blocks.block_size - 1) / blocks.block_size - first_block_;
+    splits_ =
+        std::max<std::int64_t>(1, std::min({(kTasksPerThread * threads_ + blocks.batch - 1) / blocks.batch,
+                                            (call.end - first_token_) / kMinTokensPerSplit, num_blocks_}));
+    sums_stride_ = round_up(blocks.v_head_dim, kPair);
+  }
+
+  int run(Scratch& scratch) {
+    const std::int64_t tasks = blocks_.batch * splits_;
+    const std::int64_t partials = splits_ > 1 ? tasks : threads_;
+    const std::int64_t partial_rows = Layer::kParts * rows_;
+    sums_floats_ = partial_rows * sums_stride_;
+    partial_bytes_ =
+        round_up(sums_floats_ * 4 + partial_rows * static_cast<std::int64_t>(sizeof(Softmax)), 64);
+    visible_bytes_ = round_up(num_blocks_ * static_cast<std::int64_t>(sizeof(VisibleBlock)), 64);
+    worker_bytes_ = round_up(layer_.worker_bytes(), 64) + visible_bytes_;
+    memory_ = scratch.reserve(partials * partial_bytes_ + threads_ * worker_bytes_);
+    if (memory_ == nullptr) return kOutOfMemory;
+    workers_ = memory_ + partials * partial_bytes_;
+
+    // Always one thread or all of them: a team of another size would make OpenMP end threads and start them
+    // again.
+    [[maybe_unused]] const bool parallel = threads_ > 1 && tasks > 1;
+#pragma omp parallel num_threads(static_cast<int>(threads_)) if (parallel)
+    {
+#pragma omp for schedule(dynamic, 1)
+      for (std::int64_t task = 0; task < tasks; ++task) run_task(task);
+      if (splits_ > 1) {
+#pragma omp for schedule(static)
+        for (std::int64_t i = 0; i < blocks_.batch * rows_; ++i)
+          finish(i / rows_, i % rows_, (i / rows_) * splits_, splits_);
+      }
+    }
+    return status_.load();
+  }
+
+ private:
+  Partial partial(std::int64_t slot) const {
+    char* at = memory_ + slot * partial_bytes_;
+    return {reinterpret_cast<float*>(at), reinterpret_cast<Softmax*>(at + sums_floats_ * 4)};
+  }
+
+  void run_task(std::int64_t task) {
+    const std::int64_t b = task / splits_;
+    const std::int64_t split = task % splits_;
+    const std::int64_t slot = splits_ > 1 ? task : worker_id();
+    char* visible_at = workers_ + worker_id() * worker_bytes_;
+    VisibleBlock* visible = reinterpret_cast<VisibleBlock*>(visible_at);
+    char* worker = visible_at + visible_bytes_;
+
+    const Partial result = partial(slot);
+    std::memset(result.sums, 0, static_cast<std::size_t>(sums_floats_) * 4);
+    std::fill(result.softmax, result.softmax + Layer::kParts * rows_, Softmax());
+
+    const std::int64_t count = find_visible(b, first_block_ + num_blocks_ * split / splits_,
+                                            first_block_ + num_blocks_ * (split + 1) / splits_, visible);
+    if (count > 0) layer_.prepare(b, worker);
+    for (std::int64_t j = 0; j < count; ++j) {
+      layer_.attend(b, visible[j], j + 1 < count ? visible + j + 1 : nullptr, worker, result);
+    }
+    if (splits_ == 1) {
+      for (std::int64_t row = 0; row < rows_; ++row) finish(b, row, slot, 1);
+    }
+  }
+
+  // The blocks among [from, to) of row b that are stored and not wholly masked.
+  std::int64_t find_visible(std::int64_t b, std::int64_t from, std::int64_t to, VisibleBlock* visible) {
+    std::int64_t count = 0;
+    for (std::int64_t j = from; j < to; ++j) {
+      const std::int32_t entry = blocks_.table[b * blocks_.max_blocks + j];
+      if (entry == kNullBlock) continue;
+      if (!layer_.holds(entry)) {
+        status_ = kBlockOutOfRange;
+        continue;
+      }
+      const std::int64_t first = std::max(first_token_, j * blocks_.block_size);
+      const int tokens = static_cast<int>(std::min(call_.end, (j + 1) * blocks_.block_size) - first);
+      const Seen seen = seen_by_row(call_, b, first - call_.start, tokens);
+      if (seen == Seen::kNone) continue;
+      visible[count++] = {entry, seen == Seen::kSome, first, tokens};
+    }
+    return count;
+  }
+
+  // Merges the partials of one row, adds the sink, normalises, and writes the row of the output.
+  void finish(std::int64_t b, std::int64_t row, std::int64_t first_slot, std::int64_t count) const {
+    const auto [head, token] = head_and_token(call_, row, call_.q_heads / blocks_.kv_heads);
+    float top = call_.sinks != nullptr ? call_.sinks[head] : -kInfinity;
+    for (std::int64_t s = 0; s < count; ++s) {
+      for (int part = 0; part < Layer::kParts; ++part) {
+        top = std::max(top, partial(first_slot + s).softmax[part * rows_ + row].top);
+      }
+    }
+    const float base = base_of(top);
+    float total = call_.sinks != nullptr ? std::exp(call_.sinks[head] - base) : 0.0f;
+    for (int part = 0; part < Layer::kParts; ++part) {
+      total += merge(first_slot, count, part * rows_ + row, base);
+    }
+    Element* out = reinterpret_cast<Element*>(call_.out) +
+                   ((b * call_.q_tokens + token) * call_.q_heads + head) * blocks_.v_head_dim;
+    layer_.store(partial(first_slot).sums + row * sums_stride_, rows_ * sums_stride_,
+                 total == 0.0f ? 0.0f : 1.0f / total, out);
+    if (call_.lse != nullptr) {
+      call_.lse[(b * call_.q_heads + head) * call_.q_tokens + token] = base + std::log(total);
+    }
+  }
+
+  // Adds the sums of one row of `count` partials up in the first of them, measured from `base`. Returns the
+  // sum of their totals.
+  float merge(std::int64_t first_slot, std::int64_t count, std::int64_t row, float base) const {
+    float total = 0.0f;
+    float* merged = partial(first_slot).sums + row * sums_stride_;
+    for (std::int64_t s = 0; s < count; ++s) {
+      const Partial part = partial(first_slot + s);
+      if (s > 0 && part.softmax[row].top == -kInfinity) continue;  // has seen nothing
+      const float factor = std::exp(part.softmax[row].top - base);
+      total += part.softmax[row].total * factor;
+      const float* sums = part.sums + row * sums_stride_;
+      for (std::int64_t i = 0; i < sums_stride_; i += kLanes) {
+        const Vec scaled = load(sums + i) * factor;
+        store(merged + i, s == 0 ? scaled : load(merged + i) + scaled);
+      }
+    }
+    return total;
+  }
+
+  const Blocks& blocks_;
+  const Call& call_;
+  const Layer layer_;
+  std::int64_t threads_, rows_, splits_;
+  std::int64_t first_token_, first_block_, num_blocks_;
+  std::int64_t sums_stride_, sums_floats_ = 0, partial_bytes_ = 0, visible_bytes_ = 0, worker_bytes_ = 0;
+  char* memory_ = nullptr;
+  char* workers_ = nullptr;
+  std::atomic<int> status_{kOk};
+};
+
+}  // namespace paged
