@@ -273,7 +273,7 @@ def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
 def _decoded(
     blocks: LayerBlocks, records: torch.Tensor, form: RecordFormat, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V `[batch, kv_heads, columns * block_size, dim]` of `[batch, columns]` blocks, float32 or more."""
+    """K and V `[batch, kv_heads, columns * block_size, dim]` of `[batch, columns]` blocks; float32 or 64."""
     entries = columns.long()
     dtype = accumulate_dtype(blocks.keys)
     # [batch, columns, kv_heads, block_size, dim]
