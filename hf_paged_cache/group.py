@@ -285,7 +285,7 @@ class LayerGroup:
         if self.dense is not None:
             columns = tuple(self.dense.columns)
             for pool, _, blocks in self._layers.values():
-                blocks.dense_columns = columns if pool.form is not None else ()
+                blocks.dense_columns = columns if self._has_marks(pool) else ()
 
     def _rows(self, is_marked: bool) -> list[list[int]]:
         """The entries of all rows."""
@@ -307,6 +307,8 @@ class LayerGroup:
         device = pool.shape.device
         blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
         blocks.lengths = self._tables.lengths(device)
+        if self.dense is not None and self._has_marks(pool):
+            blocks.dense_columns = tuple(self.dense.columns)
         blocks.keys, blocks.values = pool.keys[:, slot], pool.values[:, slot]
         blocks.records = None if pool.records is None else pool.records[:, slot]
         blocks.form = pool.form

@@ -69,7 +69,7 @@ class KeyErrorGuard:
             return None
         better = with_keys_in_int8(form)
         found = (
-            f"layer {layer_idx}: the keys lose too much in {form.name!r} (error {error:.2f} of what differs "
+            f"layer {layer_idx}: the keys lose too much in {form.name!r} (error {error:.3f} of what differs "
             f"between tokens; the bound is {KEY_ERROR_BOUND})"
         )
         if self._raises:

@@ -60,7 +60,8 @@ def new_cache(name: str, model: Any) -> Any:
     from hf_paged_cache import PagedCache, disable
 
     if name != "dynamic":
-        return PagedCache(model, kv_cache_dtype="auto" if name == "paged" else name)
+        # Without the guard, so that all layers are in the format that is measured.
+        return PagedCache(model, kv_cache_dtype="auto" if name == "paged" else name, key_error_guard="off")
     disable(model)
     return DynamicCache(config=model.config)
 

@@ -136,7 +136,7 @@ def test_payload_is_found_by_the_names_of_pointers() -> None:
 
 
 def test_kernels_move_keys_and_values_in_known_files_only() -> None:
-    assert {name for name, _ in payload_places()} == {"formats.py", "move.py"}
+    assert {name for name, _ in payload_places()} == {"formats.py", "move.py", "move_records.py"}
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,9 @@ from hf_paged_cache.kernels.aot.variants import all_variants
 found = {}
 for variant in all_variants().values():
     special = specialise(variant, TARGETS["sm_90"])
-    plain = {name: value for name, value in special.named_constants().items() if not callable(value)}
+    named = special.named_constants()
+    plain = {name: value for name, value in named.items() if isinstance(value, (bool, int, float, str))}
+    plain |= {name: value.fn.__name__ for name, value in named.items() if hasattr(value, "fn")}
     types = {name: kind for name, kind in special.signature.items() if kind != "constexpr"}
     found[variant.name] = {"kernel": variant.kernel, "constants": plain, "types": types}
 print(json.dumps([sorted(KERNELS), found]))
@@ -274,6 +276,8 @@ print(json.dumps([sorted(KERNELS), found]))
 def test_variants_cover_every_kernel_and_every_flag() -> None:
     done = _without_interpreter("-c", CAPTURE)
     assert done.returncode == 0, done.stderr
+    from hf_paged_cache.kernels.gpu import encode, formats
+
     kernels, found = json.loads(done.stdout)
     assert {row["kernel"] for row in found.values()} == set(kernels)
     assert set(found) == set(all_variants())
@@ -283,7 +287,7 @@ def test_variants_cover_every_kernel_and_every_flag() -> None:
     def values(name: str) -> set[object]:
         return {row["constants"][name] for row in rows}
 
-    for flag in ("SPLIT", "CAUSAL", "WINDOW", "SOFTCAP", "SINKS", "MASK_ROWS"):
+    for flag in ("COLUMNS", "SPLIT", "CAUSAL", "WINDOW", "SOFTCAP", "SINKS", "MASK_ROWS"):
         assert values(flag) == {False, True}, flag
     assert values("MASK") == {0, 1, 2}
     assert {(row["constants"]["MASK"], row["constants"]["MASK_ROWS"]) for row in rows} >= {
@@ -298,6 +302,27 @@ def test_variants_cover_every_kernel_and_every_flag() -> None:
     assert any(row["constants"]["HEAD_DIM"] != row["constants"]["V_HEAD_DIM"] for row in rows)
     assert {row["types"]["keys_ptr"] for row in rows} == {"*bf16", "*fp16", "*fp32"}
     assert {row["types"]["k_stride_block"] for row in rows} == {"i32", "i64"}
+
+    of_records = [row["constants"] for row in found.values() if row["kernel"] == "attend_records_kernel"]
+    assert {row["SCORE"] for row in of_records} == {
+        name for name in vars(formats) if name.startswith("score_")
+    }
+    assert {row["ADD"] for row in of_records} == {name for name in vars(formats) if name.startswith("add_")}
+    assert {row["HEAD_DIM"] for row in of_records} == {64, 80, 97, 128, 256}
+    assert {row["SPLIT"] for row in of_records} == {False, True}
+    stores = {
+        name
+        for row in found.values()
+        for name in (row["constants"].get("STORE_KEYS"), row["constants"].get("STORE_VALUES"))
+    }
+    assert stores - {None} == {name for name in vars(encode) if name.startswith("store_")}
+
+
+def test_what_costs_much_to_compile_is_left_out_for_architectures_like_others() -> None:
+    rows = all_variants().values()
+    assert all(row.is_for("sm_86") and row.is_for("sm_90") and row.is_for("gfx942") for row in rows)
+    assert {row.is_for("sm_80") for row in rows} == {False, True}
+    assert all(row.is_for("sm_80") for row in rows if not row.of_records)
 
 
 @needs_triton

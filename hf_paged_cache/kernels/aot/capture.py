@@ -15,14 +15,36 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from hf_paged_cache.kernels.gpu import launch as launch_module
+from hf_paged_cache.kernels.gpu import record_variants as record_constants
+from hf_paged_cache.kernels.gpu import records as records_module
 from hf_paged_cache.kernels.gpu import variants as constants
 from hf_paged_cache.kernels.gpu.attend import attend_kernel, merge_kernel
+from hf_paged_cache.kernels.gpu.attend_records import attend_records_kernel, merge_records_kernel
 from hf_paged_cache.kernels.gpu.move import copy_kernel, write_kernel
+from hf_paged_cache.kernels.gpu.move_records import encode_records_kernel, write_records_kernel
 
 from .targets import Target
 from .variants import Variant
 
-KERNELS = {kernel.fn.__name__: kernel for kernel in (attend_kernel, merge_kernel, write_kernel, copy_kernel)}
+KERNELS = {
+    kernel.fn.__name__: kernel
+    for kernel in (
+        attend_kernel,
+        merge_kernel,
+        write_kernel,
+        copy_kernel,
+        attend_records_kernel,
+        merge_records_kernel,
+        write_records_kernel,
+        encode_records_kernel,
+    )
+}
+_DEPEND_ON_THE_DEVICE = (
+    constants.attend_constants,
+    constants.write_constants,
+    record_constants.attend_records_constants,
+    record_constants.write_records_constants,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +76,11 @@ def specialise(variant: Variant, target: Target) -> Specialised:
     Raises:
         AssertionError: The launch does not start the kernel that the variant names.
     """
-    constants.attend_constants.cache_clear()
-    constants.write_constants.cache_clear()  # both depend on the device, and no process has two kinds
+    for function in _DEPEND_ON_THE_DEVICE:
+        function.cache_clear()  # no process has two kinds of devices
     driver.set_active(_Device(gpu_target(target)))
     with _caught() as caught:
-        variant.launch(launch_module)
+        variant.launch(records_module if variant.of_records else launch_module)
     assert variant.kernel in caught, f"'{variant.name}' starts {sorted(caught)}, not {variant.kernel}"
     return caught[variant.kernel]
 

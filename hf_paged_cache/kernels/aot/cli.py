@@ -43,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if find_spec("triton") is None:
         return _cannot("triton is not installed: pip install 'triton>=3.6'")
     began = time.perf_counter()
-    binaries, failures = _compile_all(
-        [(v, t) for v in variants for t in targets], options.jobs, options.verbose
-    )
+    pairs = [(v, t) for v in variants for t in targets if all_variants()[v].is_for(t)]
+    binaries, failures = _compile_all(pairs, options.jobs, options.verbose)
     failures += [f"{b.variant}, {b.target}: {reason}" for b in binaries for reason in faults(b)]
     if options.json:
         options.json.write_text(json.dumps([binary.as_json() for binary in binaries], indent=1))

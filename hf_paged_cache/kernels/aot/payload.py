@@ -9,7 +9,9 @@ from pathlib import Path
 from .read import Place
 
 KERNEL_FOLDER = Path(__file__).parents[1] / "gpu"
-PAYLOAD_POINTERS = frozenset({"keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr", "pool_ptr"})
+PAYLOAD_POINTERS = frozenset(
+    {"keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr", "pool_ptr", "codes_ptr"}
+)
 """Names that kernels have for pointers to K and V; scales, tables and masks have others."""
 
 

@@ -18,7 +18,7 @@ def faults(binary: Binary) -> list[str]:
         )
     elif not binary.programs:
         found.append("takes more registers than a multiprocessor has")
-    if binary.kernel == "merge_kernel":
+    if binary.kernel.startswith("merge_"):
         return found
     narrowest = binary.moves.narrowest_bits()
     if narrowest is None:

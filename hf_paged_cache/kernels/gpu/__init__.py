@@ -1,9 +1,9 @@
 """Paged attention on GPUs: Triton kernels that read keys and values straight from their blocks.
 
 A decode step launches `write_kernel` and `attend_kernel` for each layer, and `merge_kernel` where rows are
-long and few enough to be split. None of them waits for the device: tables and lengths are read there, and
-grids depend on the numbers of rows and heads and on the power of two above the rows' length, so that a CUDA
-graph can replay a step.
+long and few enough to be split; `records` says what it launches for quantised layers. None of them waits for
+the device: tables and lengths are read there, and grids depend on the numbers of rows and heads and on the
+power of two above the rows' length, so that a CUDA graph can replay a step.
 
 With `TRITON_INTERPRET=1` in the environment before the first import of Triton the same kernels run on CPU
 tensors, slowly; that is how they are tested on machines without a GPU.
@@ -18,11 +18,25 @@ from typing import Any
 
 import torch
 
+from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.masking import additive
 from hf_paged_cache.kernels.parts import Part, split_heads
-from hf_paged_cache.kernels.problem import Attention, LayerBlocks
+from hf_paged_cache.kernels.problem import NULL_BLOCK, Attention, LayerBlocks
+from hf_paged_cache.kernels.reference import check_storable, decode_blocks
 
 from .tiles import MAX_HEAD_DIM
+
+__all__ = [
+    "attend_fresh",
+    "attend_history",
+    "copy_blocks",
+    "decode",
+    "decode_blocks",
+    "encode_blocks",
+    "unavailable_reason",
+    "unsupported_reason",
+    "write",
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,8 +57,6 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None if the kernels can serve these blocks, otherwise a sentence. Compiles nothing."""
     if unavailable_reason() is not None:
         return unavailable_reason()
-    if blocks.records is not None:
-        return "The Triton kernels do not read records."
     keys, values = blocks.keys, blocks.values
     if keys.is_cpu and not _launch().INTERPRETED:
         return (
@@ -63,21 +75,33 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
         return "The Triton kernels take blocks whose rows of head_dim elements are contiguous."
     if keys.shape[2] < 16 or keys.shape[2] & (keys.shape[2] - 1):
         return f"The Triton kernels take blocks of 16, 32, 64, ... tokens, not {keys.shape[2]}."
+    if blocks.records is not None and blocks.records.stride(2) != 1:
+        return "The Triton kernels take records whose bytes are contiguous."
+    if blocks.form is not None:
+        return _variants().unreadable_reason(blocks.form)  # type: ignore[no-any-return]
     return None
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
     """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
 
-    Tokens that fall into a null block are dropped.
+    Tokens that fall into a null block are dropped. Records get whole blocks, unless their format is per
+    token.
 
     Args:
         blocks: Changed in place.
         key_states: `[batch, kv_heads, tokens, head_dim]`.
         value_states: `[batch, kv_heads, tokens, v_head_dim]`.
         start: Position of the first new token, the same in every row.
+
+    Raises:
+        UnstorableValueError: A quantised layer without `blocks.fault` got NaN, infinity, or a magnitude above
+            `formats.LARGEST_VALUE`. Nothing was written.
     """
     end = start + key_states.shape[2]
+    if blocks.records is not None and blocks.form is not None:
+        _write_records(blocks, blocks.records, blocks.form, key_states, value_states, start)
+        return
     held = blocks.lengths
     lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
     _launch().write(blocks.keys, blocks.values, blocks.table, lengths, key_states, value_states)
@@ -103,18 +127,21 @@ def decode(
         lengths, back = held.on_device, held.tokens - a.end
     else:
         lengths = _equal_lengths(blocks, a.end)
-    out, lse = _launch().attend(
-        a.query,
-        blocks.keys,
-        blocks.values,
-        blocks.table,
-        lengths,
-        tokens=a.end,
-        start=a.start,
-        back=back,
-        queries_are_last=a.queries_are_last,
+    options = {
+        "tokens": a.end,
+        "start": a.start,
+        "back": back,
+        "queries_are_last": a.queries_are_last,
         **_rules(a, a.mask, a.causal),
-    )
+    }
+    stored = blocks.keys, blocks.values, blocks.table, lengths
+    if blocks.records is not None:
+        dense = _dense_columns(blocks, a.start, a.end)
+        out, lse = _records().attend(
+            blocks.form, blocks.records, *stored, a.query, dense_columns=dense, **options
+        )
+    else:
+        out, lse = _launch().attend(a.query, *stored, **options)
     return (out, lse) if return_lse else out
 
 
@@ -185,6 +212,70 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     pool[ids[1]] = pool[ids[0]]
 
 
+def encode_blocks(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
+
+    Args:
+        form: What the bytes of the records mean.
+        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
+        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
+        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
+        slots: Slots to read.
+        ids: As many distinct records to overwrite.
+    """
+    assert len(slots) == len(ids), f"{len(slots)} blocks to read but {len(ids)} to overwrite"
+    if slots:
+        on_device = _launch().device_ids([slots, ids], records.device)
+        _records().seal(form, records, keys, values, on_device[0], on_device[1])
+
+
+def _write_records(
+    blocks: LayerBlocks,
+    records: torch.Tensor,
+    form: RecordFormat,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    start: int,
+) -> None:
+    """In one launch where the format is per token, else in one for slots and one for whole blocks."""
+    if blocks.fault is None:
+        check_storable(key_states, value_states)
+    end = start + key_states.shape[2]
+    dense = _dense_columns(blocks, start, end)
+    states, fault = (key_states, value_states), blocks.fault
+    if form.format.is_per_token or dense:
+        held = blocks.lengths
+        lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
+        stored = records, blocks.keys, blocks.values, blocks.table, lengths
+        _records().write_tokens(form, *stored, *states, fault=fault, dense=bool(dense))
+    if form.format.is_per_token:
+        return
+    whole = range(-(-start // form.block_size), end // form.block_size)
+    partial = {start // form.block_size, (end - 1) // form.block_size} - set(whole) - set(dense)
+    name = form.format.name
+    assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
+    if set(whole) - set(dense):
+        _records().write_blocks(form, records, blocks.table, *states, start, whole, fault=fault)
+
+
+def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[int, ...]:
+    """The columns of `[start, end)` that hold slots."""
+    if not len(blocks.keys) or end <= start:
+        return ()
+    first, last = start // blocks.block_size, (end - 1) // blocks.block_size
+    if blocks.dense_columns:
+        return tuple(column for column in blocks.dense_columns if first <= column <= last)
+    found = (blocks.table[:, first : last + 1] < NULL_BLOCK).any(0)
+    return tuple(first + i for i, is_dense in enumerate(found.tolist()) if is_dense)
+
+
 def _rules(a: Attention, mask: torch.Tensor | None, causal: bool) -> dict[str, Any]:
     return {
         "scale": a.scale,
@@ -206,6 +297,16 @@ def _part(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Part:
 
 def _equal_lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:
     return torch.full((blocks.table.shape[0],), tokens, dtype=torch.int32, device=blocks.table.device)
+
+
+@cache
+def _records() -> Any:
+    return import_module(".records", __package__)
+
+
+@cache
+def _variants() -> Any:
+    return import_module(".record_variants", __package__)
 
 
 @cache

@@ -14,54 +14,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from .formats import product
+from .softmax import (
+    ADDITIVE_MASK,
+    BOOL_MASK,
+    LOG2E,
+    NO_MASK,
+    hide,
+    part_pointers,
+    soft_capped,
+    store_answer,
+    store_part,
+    tokens_in_sight,
+    weigh,
+)
 
-NO_MASK: tl.constexpr = tl.constexpr(0)
-BOOL_MASK: tl.constexpr = tl.constexpr(1)
-ADDITIVE_MASK: tl.constexpr = tl.constexpr(2)
+__all__ = ["ADDITIVE_MASK", "BOOL_MASK", "NO_MASK", "PER_STEP_ARGUMENTS", "attend_kernel", "merge_kernel"]
 
 # Numbers that change from step to step: compiling for the values they happen to have would compile again and
 # again.
 PER_STEP_ARGUMENTS = ("q_tokens", "splits", "part_rows", "start", "back", "query_shift")
 
 
-@triton.jit
-def _tanh(x):
-    """Accurate for small x too, where 1 - exp(-2x) would cancel."""
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - e) / (1.0 + e)
-    square = x * x
-    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
-def _product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """`acc + a @ b` in the dtype of `b`, or in float32 where `WIDEN`.
-
-    The interpreter cannot multiply bfloat16, and cuts where a device rounds.
-    """
-    if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def _part_pointers(part_ptr, splits, rows, V_HEAD_DIM: tl.constexpr):
-    """Where the maxima of the scores, and where the sums of the weights begin in what splits leave.
-
-    That is one piece of memory: sums of values, not yet divided, `[splits, rows, v_head_dim]`; maxima
-    `[splits, rows]`; sums of weights `[splits, rows]`. A row is a query of a head of the batch.
-    """
-    maxima = part_ptr + tl.cast(splits, tl.int64) * rows * V_HEAD_DIM
-    return maxima, maxima + tl.cast(splits, tl.int64) * rows
-
-
 @triton.jit(do_not_specialize=PER_STEP_ARGUMENTS)
 def attend_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim], written if not SPLIT
     lse_ptr,  # float32 [batch, q_heads, q_tokens], the same
-    part_ptr,  # float32, written if SPLIT: see `_part_pointers`
+    part_ptr,  # float32, written if SPLIT: see `part_pointers`
     query_ptr,
     keys_ptr,
     values_ptr,
@@ -91,6 +70,8 @@ def attend_kernel(
     window,
     scale,
     softcap,
+    columns_ptr,  # int32 [columns_used], the table's columns to attend, if COLUMNS
+    columns_used,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -103,6 +84,7 @@ def attend_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,  # whether only some columns are attended: dense blocks of a quantised layer
     SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -135,15 +117,14 @@ def attend_kernel(
     is_query = query_index < q_tokens
     position = end + query_shift + query_index  # [M]
 
-    # What the first query of the tile may no longer see, and the last one not yet.
-    low, high = start, end
-    if WINDOW:
-        low = tl.maximum(low, end + query_shift + first_m // GROUP - window + 1)
-    if CAUSAL:
-        last_query = tl.minimum((first_m + M - 1) // GROUP, q_tokens - 1)
-        high = tl.minimum(high, end + query_shift + last_query + 1)
-    first_tile = low // N
-    end_tile = tl.maximum(tl.cdiv(high, N), first_tile)
+    first_query = end + query_shift + first_m // GROUP
+    last_query = end + query_shift + tl.minimum((first_m + M - 1) // GROUP, q_tokens - 1)
+    low, high = tokens_in_sight(start, end, first_query, last_query, window, CAUSAL, WINDOW)
+    if COLUMNS:
+        first_tile, end_tile = 0, columns_used * (BLOCK_SIZE // N)
+    else:
+        first_tile = low // N
+        end_tile = tl.maximum(tl.cdiv(high, N), first_tile)
     if SPLIT:
         per_split = tl.maximum(tl.cdiv(end_tile - first_tile, splits), MIN_TILES)
         first_tile = first_tile + split * per_split
@@ -163,25 +144,29 @@ def attend_kernel(
     keys_ptr += h.to(tl.int64) * k_stride_h
     values_ptr += h.to(tl.int64) * v_stride_h
     table_ptr += b.to(tl.int64) * table_stride_b
-    if MASK != NO_MASK:
-        mask_ptr += b.to(tl.int64) * mask_stride_b
-        mask_offsets = q_head.to(tl.int64) * mask_stride_h + query_index.to(tl.int64) * mask_stride_q  # [M]
+    mask_ptr += b.to(tl.int64) * mask_stride_b
+    mask_offsets = q_head.to(tl.int64) * mask_stride_h + query_index.to(tl.int64) * mask_stride_q  # [M]
 
     row_max = tl.full([M], -float("inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, E], tl.float32)
     for tile in range(first_tile, end_tile):
         first_token = tile * N
+        if COLUMNS:
+            used = tl.load(columns_ptr + first_token // BLOCK_SIZE)
+            first_token = used * BLOCK_SIZE + first_token % BLOCK_SIZE
         token = first_token + n  # [N]
         column = first_token // BLOCK_SIZE
         block = tl.load(table_ptr + column, mask=column < columns, other=-1)
+        if COLUMNS:
+            block = -2 - block  # see `problem.dense_entry`
         stored = (token >= low) & (token < tl.where(block >= 0, high, 0))
-        if MASK != NO_MASK:
-            mask_columns = (token - start).to(tl.int64) * mask_stride_t
-            if not MASK_ROWS:
-                given = tl.load(mask_ptr + mask_columns, mask=stored, other=0)
-                # What the mask hides from all is not read either.
-                stored = stored & (given != (0 if MASK == BOOL_MASK else -float("inf")))
+        mask_columns = (token - start).to(tl.int64) * mask_stride_t
+        given = stored
+        if MASK != NO_MASK and not MASK_ROWS:
+            given = tl.load(mask_ptr + mask_columns, mask=stored, other=0)
+            # What the mask hides from all is not read either.
+            stored = stored & (given != (0 if MASK == BOOL_MASK else -float("inf")))
         # The offsets of a tile stay the same from tile to tile, only where it begins is 64 bits wide.
         block = tl.maximum(block, 0).to(tl.int64)
         slot = (first_token % BLOCK_SIZE).to(tl.int64)
@@ -192,33 +177,25 @@ def attend_kernel(
             stored[:, None] & (d[None, :] < HEAD_DIM),
         )  # [N, D]
         score = tl.zeros([M, N], tl.float32)
-        score = _product(query, tl.trans(keys), score, PRECISION, WIDEN) * scale  # [M, N]
+        score = product(query, tl.trans(keys), score, PRECISION, WIDEN) * scale  # [M, N]
         if SOFTCAP:
-            score = softcap * _tanh(score / softcap)
-
-        visible = is_query[:, None] & stored[None, :]
-        if CAUSAL:
-            visible = visible & (token[None, :] <= position[:, None])
-        if WINDOW:
-            visible = visible & (token[None, :] > position[:, None] - window)
-        if MASK != NO_MASK:
-            if MASK_ROWS:
-                given = tl.load(
-                    mask_ptr + mask_offsets[:, None] + mask_columns[None, :], mask=visible, other=0
-                )
-                visible = visible & (given != (0 if MASK == BOOL_MASK else -float("inf")))
-                if MASK == ADDITIVE_MASK:
-                    score = score + given.to(tl.float32)
-            elif MASK == ADDITIVE_MASK:
-                score = score + given.to(tl.float32)[None, :]
-        score = tl.where(visible, score, -float("inf"))
-
-        new_max = tl.maximum(row_max, tl.max(score, 1))
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weight = tl.exp2((score - base[:, None]) * LOG2E)
-        shrink = tl.exp2((row_max - base) * LOG2E)
-        row_sum = row_sum * shrink + tl.sum(weight, 1)
-        row_max = new_max
+            score = soft_capped(score, softcap)
+        score, visible = hide(
+            score,
+            is_query[:, None] & stored[None, :],
+            token,
+            position,
+            given,
+            mask_ptr,
+            mask_offsets,
+            mask_columns,
+            window,
+            CAUSAL,
+            WINDOW,
+            MASK,
+            MASK_ROWS,
+        )
+        weight, row_max, row_sum, shrink = weigh(score, row_max, row_sum)
 
         values = LOAD_VALUES(
             values_ptr + (block * v_stride_block + slot * V_STRIDE_T),
@@ -229,35 +206,29 @@ def attend_kernel(
             # A weight of 0 does not silence a NaN.
             seen = tl.max(visible.to(tl.int32), 0) > 0
             values = tl.where(seen[:, None], values, 0.0)
-        acc = _product(weight, values, acc * shrink[:, None], PRECISION, WIDEN)
+        acc = product(weight, values, acc * shrink[:, None], PRECISION, WIDEN)
 
-    row = b * Q_HEADS + q_head  # [M]
-    is_value = e[None, :] < V_HEAD_DIM
     if SPLIT:
-        row = split.to(tl.int64) * part_rows + row * q_tokens + query_index
-        part_max_ptr, part_sum_ptr = _part_pointers(part_ptr, splits, part_rows, V_HEAD_DIM)
-        tl.store(part_max_ptr + row, row_max, mask=is_query)
-        tl.store(part_sum_ptr + row, row_sum, mask=is_query)
-        written = is_query & (row_sum != 0.0)
-        tl.store(part_ptr + row[:, None] * V_HEAD_DIM + e[None, :], acc, mask=written[:, None] & is_value)
+        row = split.to(tl.int64) * part_rows + (b * Q_HEADS + q_head) * q_tokens + query_index  # [M]
+        store_part(part_ptr, acc, row_max, row_sum, row, is_query, splits, part_rows, V_HEAD_DIM, E)
     else:
-        if SINKS:
-            sink = tl.load(sinks_ptr + q_head).to(tl.float32)
-            new_max = tl.maximum(row_max, sink)
-            shrink = tl.exp2((row_max - new_max) * LOG2E)
-            row_sum = row_sum * shrink + tl.exp2((sink - new_max) * LOG2E)
-            acc = acc * shrink[:, None]
-            row_max = new_max
-        nothing = row_sum == 0.0
-        out = acc / tl.where(nothing, 1.0, row_sum)[:, None]
-        lse = tl.where(nothing, -float("inf"), row_max + tl.log2(row_sum) / LOG2E)
-        out_row = (b.to(tl.int64) * q_tokens + query_index) * Q_HEADS + q_head
-        tl.store(
-            out_ptr + out_row[:, None] * V_HEAD_DIM + e[None, :],
-            out.to(out_ptr.dtype.element_ty),
-            mask=is_query[:, None] & is_value,
+        store_answer(
+            out_ptr,
+            lse_ptr,
+            sinks_ptr,
+            acc,
+            row_max,
+            row_sum,
+            b,
+            q_head,
+            query_index,
+            q_tokens,
+            is_query,
+            Q_HEADS,
+            V_HEAD_DIM,
+            E,
+            SINKS,
         )
-        tl.store(lse_ptr + row.to(tl.int64) * q_tokens + query_index, lse, mask=is_query)
 
 
 @triton.jit(do_not_specialize=("q_tokens", "splits"))
@@ -283,7 +254,7 @@ def merge_kernel(
     query_index = tl.program_id(0) % q_tokens
     row = b.to(tl.int64) * Q_HEADS * q_tokens + tl.program_id(0)
     rows = tl.num_programs(1).to(tl.int64) * Q_HEADS * q_tokens
-    part_max_ptr, part_sum_ptr = _part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
+    part_max_ptr, part_sum_ptr = part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
     e = tl.arange(0, E)
 
     total_max = -float("inf")

@@ -5,25 +5,27 @@ Launches per layer and decode step: `write`, `attend`, and where a row's tokens 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 
 from .attend import attend_kernel, merge_kernel
 from .move import copy_kernel, write_kernel
-from .tiles import choose_splits
-from .variants import (
-    INTERPRETED,
-    attend_constants,
-    copy_constants,
-    mask_kind,
-    merge_constants,
-    write_constants,
-)
+from .question import Question, last_contiguous, mask_of, on, processors
+from .tiles import Tile, choose_splits
+from .variants import INTERPRETED, attend_constants, copy_constants, merge_constants, write_constants
 
-_INTERPRETED_PROCESSORS = 8
+__all__ = [
+    "INTERPRETED",
+    "attend",
+    "attend_blocks",
+    "attend_constants",
+    "attend_dense",
+    "copy_blocks",
+    "device_ids",
+    "write",
+]
+
 _DENSE_BLOCK_SIZE = 1 << 30
 """Dense K and V are read as one block a row, which no row outgrows."""
 
@@ -47,7 +49,7 @@ def write(
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
     """
     batch, kv_heads, new_tokens, _ = new_keys.shape
-    new_keys, new_values = _last_contiguous(new_keys), _last_contiguous(new_values)
+    new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
     constants = write_constants(
         kv_heads=kv_heads,
         head_dim=keys.shape[3],
@@ -57,7 +59,7 @@ def write(
         v_stride_t=values.stride(2),
     )
     grid = (new_tokens, batch, -(-kv_heads // constants["H"]))
-    with _on(keys.device):
+    with on(keys.device):
         write_kernel[grid](
             keys,
             values,
@@ -125,85 +127,92 @@ def attend(
         `[batch, q_tokens, q_heads, v_head_dim]` in the query's dtype; float32 `[batch, q_heads, q_tokens]`,
         the natural log of the denominators, sinks included.
     """
-    batch, q_heads, q_tokens, head_dim = query.shape
-    kv_heads, v_head_dim = keys.shape[1], values.shape[3]
-    query = _last_contiguous(query)
-    mask, mask_rows = _mask_of(mask, batch, q_heads, q_tokens)
-    with _on(query.device):
-        constants, tile = attend_constants(
-            device=query.device,
-            dtype=keys.dtype,
-            rows=q_tokens * (q_heads // kv_heads),
-            kv_heads=kv_heads,
-            group=q_heads // kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            block_size=block_size or keys.shape[2],
-            k_stride_t=keys.stride(2),
-            v_stride_t=values.stride(2),
-            causal=causal,
-            window=window is not None,
-            softcap=softcap is not None,
-            sinks=sinks is not None,
-            mask=mask_kind(mask),
-            mask_rows=mask_rows,
-        )
-    programs = batch * kv_heads * -(-q_tokens * (q_heads // kv_heads) // tile.queries)
-    if splits is None:
-        seen = tokens - start if window is None else min(tokens - start, window + q_tokens)
-        splits = choose_splits(programs, seen, _processors(query.device))
-    # The interpreter cuts bfloat16 where a device rounds, so there torch rounds.
-    out_dtype = torch.float32 if INTERPRETED else query.dtype
-    out = query.new_empty(batch, q_tokens, q_heads, v_head_dim, dtype=out_dtype)
-    lse = query.new_empty(batch, q_heads, q_tokens, dtype=torch.float32)
-    part = lse  # not touched without splits
-    if splits > 1:
-        part = lse.new_empty(splits * batch * q_heads * q_tokens * (v_head_dim + 2))
-    with _on(query.device):
-        attend_kernel[(programs * splits,)](
-            out,
-            lse,
-            part,
-            query,
-            keys,
-            values,
-            table,
-            lengths,
-            lse if mask is None else mask,
-            lse if sinks is None else sinks,
-            *query.stride()[:3],
-            keys.stride(0),
-            keys.stride(1),
-            values.stride(0),
-            values.stride(1),
-            table.stride(0),
-            table.shape[1],
-            *((0, 0, 0, 0) if mask is None else mask.stride()),
-            q_tokens,
-            splits,
-            batch * q_heads * q_tokens,
-            start,
-            back,
-            -q_tokens if queries_are_last else 0,
-            window or 0,
-            scale,
-            softcap or 0.0,
-            SPLIT=splits > 1,
-            **constants,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+    query = last_contiguous(query)
+    mask, mask_rows = mask_of(mask, query.shape[0], query.shape[1], query.shape[2])
+    question = Question(
+        query, table, lengths, start, back, scale, mask, mask_rows, causal, window, softcap, sinks,
+        queries_are_last,
+    )  # fmt: skip
+    with on(query.device):
+        constants, tile = question.constants(keys, values, block_size or keys.shape[2])
+        if splits is None:
+            programs = question.programs(keys.shape[1], tile)
+            splits = choose_splits(programs, question.seen(tokens), processors(query.device))
+        out, lse = question.answers(values.shape[3])
+        part = question.scratch(splits, values.shape[3]) if splits > 1 else lse  # not touched without splits
+        attend_blocks(question, keys, values, constants, tile, out, lse, part, splits)
         if splits > 1:
-            merge_kernel[(q_heads * q_tokens, batch)](
+            merge_kernel[question.merge_grid](
                 out,
                 lse,
                 part,
                 lse if sinks is None else sinks,
-                q_tokens,
+                query.shape[2],
                 splits,
-                **merge_constants(q_heads=q_heads, v_head_dim=v_head_dim, sinks=sinks is not None),
+                **merge_constants(
+                    q_heads=query.shape[1], v_head_dim=values.shape[3], sinks=sinks is not None
+                ),
             )
-    return (out.to(query.dtype) if INTERPRETED else out), lse
+    return question.rounded(out), lse
+
+
+def attend_blocks(
+    question: Question,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    constants: dict[str, Any],
+    tile: Tile,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    splits: int,
+    *,
+    columns: torch.Tensor | None = None,
+    as_part: bool | None = None,
+) -> None:
+    """Launch `attend_kernel` on the current device.
+
+    Args:
+        question: What is asked.
+        keys: As in `attend`.
+        values: As in `attend`.
+        constants: Compile-time arguments.
+        tile: What they are for.
+        out: Written, and `lse`, if this is the whole answer.
+        lse: See `out`.
+        part: Written otherwise.
+        splits: Programs that share a row's tokens.
+        columns: int32, the only columns of the table to attend; entries of slots, see `dense_entry`.
+        as_part: Whether this is not the whole answer; None: if there are splits.
+    """
+    q = question
+    attend_kernel[(q.programs(keys.shape[1], tile) * splits,)](
+        out,
+        lse,
+        part,
+        q.query,
+        keys,
+        values,
+        q.table,
+        q.lengths,
+        lse if q.mask is None else q.mask,
+        lse if q.sinks is None else q.sinks,
+        *q.query.stride()[:3],
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        q.table.stride(0),
+        q.table.shape[1],
+        *q.numbers(splits),
+        q.table if columns is None else columns,
+        0 if columns is None else columns.shape[0],
+        COLUMNS=columns is not None,
+        SPLIT=splits > 1 if as_part is None else as_part,
+        **constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def attend_dense(
@@ -213,7 +222,7 @@ def attend_dense(
     batch, _, tokens, _ = keys.shape
     rows = torch.arange(batch, dtype=torch.int32, device=keys.device)
     lengths = torch.full_like(rows, tokens)
-    keys, values = _last_contiguous(keys), _last_contiguous(values)
+    keys, values = last_contiguous(keys), last_contiguous(values)
     return attend(
         query, keys, values, rows[:, None], lengths, tokens=tokens, block_size=_DENSE_BLOCK_SIZE, **options
     )
@@ -223,7 +232,7 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     """Copy whole blocks inside a contiguous pool; no block is both in `src` and in `dst`."""
     ids = device_ids([src, dst], pool.device)
     constants = copy_constants()
-    with _on(pool.device):
+    with on(pool.device):
         copy_kernel[(len(src), -(-pool.stride(0) // constants["CHUNK"]))](
             pool, ids[0], ids[1], pool.stride(0), **constants
         )
@@ -233,38 +242,3 @@ def device_ids(ids: list[list[int]], device: torch.device) -> torch.Tensor:
     """Integers as an int32 tensor, sent without waiting for the device."""
     tensor = torch.tensor(ids, dtype=torch.int32, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
-
-
-def _mask_of(
-    mask: torch.Tensor | None, batch: int, q_heads: int, q_tokens: int
-) -> tuple[torch.Tensor | None, bool]:
-    """The mask as the kernel reads it, and whether it differs between heads or queries."""
-    if mask is None:
-        return None, False
-    mask = mask[(None,) * (4 - mask.dim())]
-    differs = mask.shape[1] > 1 or mask.shape[2] > 1
-    if mask.dtype == torch.bool:
-        mask = mask.view(torch.uint8)
-    elif mask.dtype == torch.float64:
-        mask = mask.float()
-    if mask.shape[3] == 1:
-        mask = mask.expand(-1, -1, -1, 2)  # a stride of 0, as in other dims that are broadcast
-    return mask.expand(batch, q_heads, q_tokens, -1), differs
-
-
-def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device, which need not be the one that holds the blocks."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return nullcontext()
-    return torch.cuda.device(device)

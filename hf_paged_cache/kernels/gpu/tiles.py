@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_HEAD_DIM = 256
@@ -17,6 +17,8 @@ _BUFFER_BYTES = 64 << 10
 """K and V of all tiles that a program holds: half of that is always in flight, which for two programs keeps
 the memory of a large device busy, and one of them still fits the 99 KiB of a small one."""
 _MOST_BUFFERS = 6
+_RECORD_BUFFER_BYTES = 32 << 10
+"""The same for codes: what they become takes its place beside them."""
 _PROGRAMS_PER_PROCESSOR = 2
 _SPLIT_TOKENS = 256
 """Fewer tokens than that are not worth a program and a share of the merge."""
@@ -96,6 +98,49 @@ def choose_tile(
     return Tile(queries, tokens, warps, stages, precision)
 
 
+def choose_record_tile(
+    *,
+    rows: int,
+    head_dim: int,
+    v_head_dim: int,
+    itemsize: int,
+    code_bits: tuple[int, int],
+    block_size: int,
+    is_masked: bool,
+    mask_rows: bool,
+    generation: Generation,
+) -> Tile:
+    """The tile where K and V are read from records; `code_bits` are those of a code of K and of V.
+
+    Codes take fewer bytes in flight than what they become, so that there are more tiles of them.
+    """
+    tile = choose_tile(
+        rows=rows,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        itemsize=itemsize,
+        block_size=block_size,
+        is_masked=is_masked,
+        mask_rows=mask_rows,
+        generation=generation,
+    )
+    is_wide = max(head_dim, v_head_dim) > 128
+    if min(code_bits) == 4 and tile.queries > 16:
+        # Unpacking nibbles takes registers, and so do zeros of channels and of tokens.
+        tokens = min(block_size, 32 if is_wide or is_masked else 64)
+        tile = replace(tile, queries=16 if is_wide else 32, tokens=tokens, warps=4)
+    elif tile.queries == 64:
+        tile = replace(tile, warps=8)
+    if generation == "amd":
+        # So many tokens that each of 256 threads has 16 bytes of codes.
+        row_bytes = min(padded(head_dim) * code_bits[0], padded(v_head_dim) * code_bits[1]) // 8
+        tokens = max(tile.tokens, min(64, block_size, 4096 // row_bytes))
+        return replace(tile, tokens=tokens, warps=4) if itemsize < 4 else tile
+    token_bytes = (padded(head_dim) * code_bits[0] + padded(v_head_dim) * code_bits[1]) // 8
+    buffers = max(2, min(_MOST_BUFFERS, _RECORD_BUFFER_BYTES // (tile.tokens * token_bytes)))
+    return replace(tile, stages=buffers + 1)
+
+
 def choose_splits(programs: int, tokens: int, processors: int) -> int:
     """Programs that share the tokens of a row (`splits` of Flash-Decoding).
 
@@ -109,3 +154,8 @@ def choose_splits(programs: int, tokens: int, processors: int) -> int:
         return 1
     most = _PROGRAMS_PER_PROCESSOR * processors // programs  # a few more would run when all others are done
     return max(1, min(most, power_of_two(tokens) // _SPLIT_TOKENS))
+
+
+def splits_of(tokens: int) -> int:
+    """Programs that share a few tokens that many programs wait for: none have more than a split's."""
+    return -(-tokens // _SPLIT_TOKENS)

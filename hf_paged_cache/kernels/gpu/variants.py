@@ -32,8 +32,8 @@ def mask_kind(mask: torch.Tensor | None) -> int:
     return int(BOOL_MASK.value if mask.dtype in (torch.bool, torch.uint8) else ADDITIVE_MASK.value)
 
 
-def _generation() -> Generation:
-    """Of the current device."""
+def generation() -> Generation:
+    """The kind of the current device."""
     if INTERPRETED:
         return "ampere"
     target = driver.active.get_current_target()
@@ -90,7 +90,7 @@ def attend_constants(
         block_size=block_size,
         is_masked=mask != NO_MASK.value,
         mask_rows=mask_rows,
-        generation=_generation(),
+        generation=generation(),
     )
     return {
         "KV_HEADS": kv_heads,
@@ -146,7 +146,7 @@ def write_constants(
         "H": heads,
         "D": padded(head_dim),
         "E": padded(v_head_dim),
-        "num_warps": max(1, min(4, threads // (64 if _generation() == "amd" else 32))),
+        "num_warps": max(1, min(4, threads // (64 if generation() == "amd" else 32))),
     }
 
 
