@@ -154,6 +154,9 @@ class PagedCache(DynamicCache):
         Raises:
             CacheMismatchError: The tensors do not fit what the cache holds, or there are no new tokens.
             PoolExhausted: No room. Nothing was written in any layer, and the cache stays usable.
+            UnstorableValueError: A quantised layer was given NaN, infinity, or too large a magnitude. The
+                step is taken back.
+            QuantisationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
         """
         if not 0 <= layer_idx < len(self.layers):
             raise CacheMismatchError(

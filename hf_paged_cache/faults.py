@@ -1,7 +1,8 @@
 """K and V that cannot be stored, where the host does not wait to see them.
 
 On a CPU a write refuses them. On a GPU the kernels store such a token with scales of zero and leave a note on
-the device; the host reads the notes of one step when it begins another, without waiting for the device.
+the device. The host sends for the notes when it begins a step and reads them when it begins another, without
+waiting for the device: an error comes two steps after its cause.
 """
 
 from __future__ import annotations
@@ -37,17 +38,23 @@ class Faults:
             UnstorableValueError: A layer was given what cannot be stored, in an earlier step.
         """
         if self._is_sent and (self._event is None or self._event.query()):  # type: ignore[no-untyped-call]
-            self._is_sent = False
             for layer_idx, sides in zip(self._layers, self._read.tolist(), strict=True):
                 for name, noted in zip("KV", sides, strict=True):
                     if noted:
-                        raise _spoilt(layer_idx, name)
+                        raise _spoilt(layer_idx, name)  # again and again, until a reset
+            self._is_sent = False
         if not self._is_sent:
             self._read.copy_(self._notes, non_blocking=True)
             if self._notes.is_cuda:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record()
             self._is_sent = True
+
+    def copy(self) -> Faults:
+        """The same notes, for a copy of the cache."""
+        twin = Faults(self._notes.device, self._layers)
+        twin._notes.copy_(self._notes)
+        return twin
 
     def reset(self) -> None:
         """Forget all notes."""

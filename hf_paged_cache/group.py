@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .blocks import BlockManager, DenseBlocks
+from .errors import PagedCacheError
 from .faults import Faults
 from .formats import KVFormat
 from .guard import KeyErrorGuard
@@ -120,6 +121,10 @@ class LayerGroup:
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
         shape = PoolShape.of(key_states, value_states, self.formats[layer_idx])
+        try:
+            shape.records(self.block_size)
+        except PagedCacheError as error:
+            raise PagedCacheError(f"layer {layer_idx}: {error}") from error
         pool = next((pool for pool in self.pools if pool.shape == shape and pool.has_free_slot), None)
         if pool is None:
             pool = self._new_pool(shape, self._expected_layers(layer_idx))
@@ -163,7 +168,7 @@ class LayerGroup:
 
     def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
         """Make room for new tokens of every row; the caller has seen that there is room."""
-        sealed = self._seal_full(new_tokens)
+        sealed = self._book_sealed(new_tokens)
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed_from = min(sealed, reservation.changed_from)
@@ -223,6 +228,17 @@ class LayerGroup:
             _, _, blocks = self._layers[layer_idx]
             self._judge(layer_idx, blocks.keys[slots.to(blocks.keys.device)])
 
+    def seal_full(self, new_tokens: int) -> None:
+        """Encode the blocks that are full when so many tokens come.
+
+        They are read from their slots as before, until as many are reserved.
+        """
+        full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
+        slots, ids = _split(full)
+        for pool in self.pools if full else ():
+            if pool.form is not None:
+                pool.seal(slots, ids)
+
     def check_keys(self, layer_idx: int, key_states: torch.Tensor, start: int) -> None:
         """Let the guard look at the first K of a layer that a write will encode.
 
@@ -259,7 +275,7 @@ class LayerGroup:
         twin.manager = copy.deepcopy(self.manager, memo)
         twin.dense = copy.deepcopy(self.dense, memo)
         twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
-        twin._faults = {}
+        twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
         pools = {id(pool): pool.copy(self.num_blocks, used, used_slots) for pool in self.pools}
         twin.pools = list(pools.values())
@@ -307,8 +323,8 @@ class LayerGroup:
         device = pool.shape.device
         blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
         blocks.lengths = self._tables.lengths(device)
-        if self.dense is not None and self._has_marks(pool):
-            blocks.dense_columns = tuple(self.dense.columns)
+        has_marks = self.dense is not None and self._has_marks(pool)
+        blocks.dense_columns = tuple(self.dense.columns) if self.dense is not None and has_marks else ()
         blocks.keys, blocks.values = pool.keys[:, slot], pool.values[:, slot]
         blocks.records = None if pool.records is None else pool.records[:, slot]
         blocks.form = pool.form
@@ -343,18 +359,12 @@ class LayerGroup:
         for layer_idx in self._layers if grown else ():
             self._bind(layer_idx)
 
-    def _seal_full(self, new_tokens: int) -> int:
-        """Encode the blocks that are full. Returns the first column whose entry changes."""
-        if self.dense is None:
+    def _book_sealed(self, new_tokens: int) -> int:
+        """Give up the slots of what `seal_full` has encoded. Returns the first column whose entry changes."""
+        if self.dense is None or not self.dense.full(self.manager, new_tokens):
             return len(self.manager.tables[0].ids)
         before = self.dense.columns
-        taken = self.dense.take_full(self.manager, new_tokens)
-        if not taken:
-            return len(self.manager.tables[0].ids)
-        slots, ids = _split(taken)
-        for pool in self.pools:
-            if pool.form is not None:
-                pool.seal(slots, ids)
+        self.dense.take_full(self.manager, new_tokens)
         return min(column for column in before if column not in self.dense.columns)
 
     def _judge(self, layer_idx: int, keys: torch.Tensor) -> None:
@@ -362,10 +372,11 @@ class LayerGroup:
         form = self.formats[layer_idx]
         assert self._guard is not None, "only a guard leaves layers unguarded"
         assert form is not None, "the guard concerns quantised layers"
-        better = self._guard.judge(layer_idx, form, keys)
+        verdict = self._guard.judge(layer_idx, form, keys)
+        if verdict is not None:
+            self._move(layer_idx, verdict.better)
+            self._guard.say(verdict)
         self._unguarded.discard(layer_idx)
-        if better is not None:
-            self._move(layer_idx, better)
 
     def _move(self, layer_idx: int, form: KVFormat) -> None:
         """Store a layer in another format, before any of its blocks is a record."""

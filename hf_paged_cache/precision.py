@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .config import PagedCacheConfig
+from .errors import PagedCacheError
 from .formats import KVFormat, kv_format
 
 
@@ -39,6 +40,11 @@ class Precision:
         keeps_sinks = any(form.keys.bits <= 4 for form in quantised)
         needs_full_blocks = keeps_sinks or any(not form.is_per_token for form in quantised)
         size, sinks, residual = config.block_size, config.sink_tokens, config.residual_length
+        if residual is not None and residual // size < needs_full_blocks:
+            raise PagedCacheError(
+                f"residual_length must be at least a block of {size} tokens, got {residual}: a format in use "
+                "encodes blocks when they are full; None is the default"
+            )
         return cls(
             formats,
             sink_blocks=int(keeps_sinks) if sinks is None else sinks // size,
@@ -49,6 +55,11 @@ class Precision:
     def is_quantised(self) -> bool:
         """Whether any layer is."""
         return any(self.formats.values())
+
+    @property
+    def slots_per_row(self) -> int:
+        """Blocks in the model's dtype that a row can have at one time: one may be full and not yet sealed."""
+        return self.sink_blocks + self.residual_blocks + (1 if self.residual_blocks else 0)
 
     @property
     def keeps_dense_blocks(self) -> bool:

@@ -366,6 +366,7 @@ class CacheState:
             self._make_room(group, start, new_tokens)
         for group in self.groups:
             group.check_full(new_tokens)
+            group.seal_full(new_tokens)
         for group in self.groups:
             group.reserve(new_tokens, keep_history=keep)
 

@@ -43,8 +43,8 @@ class CacheStats:
         shared_blocks: Blocks held by more than one row.
         free_blocks: Blocks that can be taken.
         backend: The kernels in use: `cpp`, `triton`, `torch` or `reference`; None before the first update.
-        layer_dtypes: Layer index -> the format that the layer is stored in, as it is now: `adaptive` has
-            chosen and the guard has looked at keys.
+        layer_dtypes: Layer index -> the format that the layer is stored in now, which `adaptive` chooses by
+            the first forward and the guard may change. `int4_group+k8` is `int4_group` with K in int8.
     """
 
     batch: int

@@ -81,7 +81,10 @@ class StoredKV:
 
     @property
     def is_current(self) -> bool:
-        """Whether the blocks behind the view still hold what they held when it was made."""
+        """Whether the blocks behind the view still hold the tokens that they held when it was made.
+
+        A block of a quantised layer that was sealed since gives what its bytes say.
+        """
         return self._version == self.group.manager.version
 
     def check_current(self) -> None:

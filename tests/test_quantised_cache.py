@@ -245,13 +245,19 @@ def uneven(keys: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_measure_of_the_guard() -> None:
-    keys, _ = states(BLOCK)
+    keys = torch.randn(2, 8, 64, 32, generator=torch.Generator().manual_seed(0))
     plain = key_error(FORMATS["int4"], keys)
-    assert 0.05 < plain < KEY_ERROR_BOUND
+    assert 0.05 < plain < KEY_ERROR_BOUND / 2
     assert key_error(FORMATS["int4"], keys + 60) == pytest.approx(plain, rel=0.2)
+    one_token, one_head = keys.clone(), keys.clone()
+    one_token[:, :, 5] *= 50  # takes the range of all channels
+    one_head[:, :7] *= 10
+    one_head[:, 7, 3] *= 100
+    assert key_error(FORMATS["int4"], one_token) > KEY_ERROR_BOUND
+    assert key_error(FORMATS["int4"], one_head) > KEY_ERROR_BOUND
     grouped = kv_format("int4_group", group_size=16)
     assert grouped is not None
-    offset = torch.zeros(16)
+    offset = torch.zeros(32)
     offset[3] = 60
     assert key_error(grouped, keys + offset) > KEY_ERROR_BOUND
 
@@ -308,6 +314,56 @@ def _error_of_marked_keys(form: Any, keys: torch.Tensor) -> float:
     return 9.0 if bool((keys[..., 0] == MARK).all()) else 0.0
 
 
+def test_the_guard_finds_keys_that_four_bits_spoil(model: Any) -> None:
+    cache = PagedCache(model, kv_cache_dtype="int4")
+    keys, values = states(200)
+    spoilt = keys.clone()
+    spoilt[:, :, 70] *= 50
+    for layer_idx in range(3):
+        cache.update(spoilt if layer_idx == 2 else keys, values, layer_idx)
+    assert cache.stats().layer_dtypes == {0: "int4", 1: "int4", 2: "k8v4"}
+
+
+def test_a_step_whose_sealing_fails_changes_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(model, "int4")
+    keys, values = states(3 * BLOCK)
+    update_all(cache, keys, values)
+    before = [layer.keys.clone() for layer in cache.layers]
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_paged_cache.kernels.dispatch.encode_blocks", fail)
+        with pytest.raises(MemoryError):
+            cache.update(*states(1), 0)
+    cache.check_integrity()
+    assert cache.get_seq_length() == 3 * BLOCK
+    for layer, content in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys.clone(), content)
+    update_all(cache, *states(1))
+    assert all(float((x.keys[:, :, :-1] - keys).norm() / keys.norm()) < 0.15 for x in cache.layers)
+    cache.check_integrity()
+
+
+def test_a_move_that_fails_is_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.guard.key_error", lambda form, keys: 9.0)
+    cache = cache_of(model, "int4")
+    keys, values = states(2 * BLOCK)
+    update_all(cache, keys, values)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_paged_cache.group.LayerGroup._new_pool", fail)
+        with pytest.raises(MemoryError):
+            cache.update(*states(1), 0)
+    update_all(cache, *states(1))
+    assert set(cache.stats().layer_dtypes.values()) == {"k8v4"}
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_guard_can_raise_and_nothing_is_changed(
     model: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +403,9 @@ def test_the_guard_can_be_off(model: Any) -> None:
         ({"group_size": 0}, "group_size must be a positive number of channels.* got 0; 32 is the default"),
         ({"group_size": {1: 2.5}}, r"group_size must be .* got \{1: 2.5\}"),
         ({"kv_cache_dtype": "int4_group", "group_size": 48}, "must divide the head dim, which is 16; got 48"),
+        ({"group_size": {-1: 32}}, r"group_size must be .* got \{-1: 32\}"),
+        ({"group_size": {"a": 32}}, r"group_size must be .* got \{'a': 32\}"),
+        ({"kv_cache_dtype": "int4", "residual_length": 0}, "residual_length must be at least a block of 64"),
         ({"group_size": {3: 8}}, "group_size names layer 3, but the model has layers 0…2"),
         ({"layer_dtypes": {7: "int8"}}, "layer_dtypes names layer 7, but the model has layers 0…2"),
         ({"layer_dtypes": {0: "int3"}}, r"layer_dtypes must be .* got \{0: 'int3'\}; e.g. layer_dtypes=\{0"),
@@ -403,8 +462,13 @@ def test_notes_of_a_device_are_read_a_step_later() -> None:
     faults.check()
     faults.of(5)[1] = 1
     faults.check()
-    with pytest.raises(UnstorableValueError, match=r"^layer 5: V of an earlier step.*reset"):
-        faults.check()
+    for _ in range(2):
+        with pytest.raises(UnstorableValueError, match=r"^layer 5: V of an earlier step.*reset"):
+            faults.check()
+    twin = faults.copy()
+    twin.check()
+    with pytest.raises(UnstorableValueError, match=r"^layer 5"):
+        twin.check()
     faults.reset()
     faults.check()
     faults.check()

@@ -89,6 +89,8 @@ class DenseBlocks:
         copied: list[tuple[int, int]] = []
         unsealed: list[tuple[int, int]] = []
         changed_from = reservation.changed_from
+        for _, block_id in reservation.copies:
+            self._drop(block_id)  # of an earlier life of that block
         if reservation.start % size and self._writes_densely(reservation.start // size):
             column = reservation.start // size
             sources = {new: old for old, new in reservation.copies}

@@ -72,7 +72,7 @@ class LayerBlocks:
         lengths: Of the rows, on a GPU; None where kernels are told by the host.
         dense_columns: Columns of the table whose entries lie below `NULL_BLOCK` (or are `NULL_BLOCK` in some
             rows), sorted, the same in every row. Only backends whose tables lie on a device want to know;
-            empty although there are slots means that nobody has said, and they look at the table.
+            None means that nobody has said, and they look at the table.
         fault: None, or int32 `[2]` on the device, for K and V: writes set it to 1 where they find what a
             quantised block has no scale for, and store zeros for that token. Without it they raise, for which
             they wait for the device.
@@ -87,7 +87,7 @@ class LayerBlocks:
     lengths: RowLengths | None = None
     records: torch.Tensor | None = None
     form: RecordFormat | None = None
-    dense_columns: tuple[int, ...] = ()
+    dense_columns: tuple[int, ...] | None = None
     fault: torch.Tensor | None = None
     native: Any = field(default=None, repr=False)
     choice: Any = field(default=None, repr=False)

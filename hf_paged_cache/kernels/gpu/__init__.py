@@ -270,7 +270,7 @@ def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[int, ...]
     if not len(blocks.keys) or end <= start:
         return ()
     first, last = start // blocks.block_size, (end - 1) // blocks.block_size
-    if blocks.dense_columns:
+    if blocks.dense_columns is not None:
         return tuple(column for column in blocks.dense_columns if first <= column <= last)
     found = (blocks.table[:, first : last + 1] < NULL_BLOCK).any(0)
     return tuple(first + i for i, is_dense in enumerate(found.tolist()) if is_dense)

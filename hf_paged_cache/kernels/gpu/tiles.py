@@ -130,7 +130,7 @@ def choose_record_tile(
         tokens = min(block_size, 32 if is_wide or is_masked else 64)
         tile = replace(tile, queries=16 if is_wide else 32, tokens=tokens, warps=4)
     elif tile.queries == 64:
-        tile = replace(tile, warps=8)
+        tile = replace(tile, queries=32 if mask_rows and generation == "ampere" else 64, warps=8)
     if generation == "amd":
         # So many tokens that each of 256 threads has 16 bytes of codes.
         row_bytes = min(padded(head_dim) * code_bits[0], padded(v_head_dim) * code_bits[1]) // 8
