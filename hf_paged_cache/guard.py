@@ -19,7 +19,7 @@ logger = logging.getLogger("hf_paged_cache")
 
 KEY_ERROR_BOUND = 1 / 3
 """The largest error of a layer's K (see `key_error`). Evenly spread K have 0.1 in `int4`; at this the scores
-of a head err by a third of what tells common tokens apart. SmolLM2-135M has 0.08 to 0.11 in `int4`, and 0.17 to
+of a head err by a third of what tells common tokens apart. SmolLM2-135M has 0.08 to 0.11 in `int4`, 0.17 to
 0.30 in `int4_group` with groups of 32."""
 
 
