@@ -22,7 +22,7 @@ import torch
 from . import compat, compiled, masks
 from .errors import PagedCacheError
 from .kernels import dispatch
-from .kernels.prefill import attend_with_history
+from .kernels.prefill import MAX_DECODE_TOKENS, attend_with_history
 from .kernels.problem import Attention
 from .lazy import dense
 from .masks import LazyMask
@@ -33,9 +33,6 @@ from .view import PagedView, StoredKV
 logger = logging.getLogger("hf_paged_cache")
 
 NAME_PREFIX = "hf_paged_cache_"
-MAX_DECODE_TOKENS = 16
-"""Up to so many queries per row go to the decode kernel, more to the prefill over history."""
-
 MIN_VETTED_TOKENS = 8
 """With fewer keys, attention functions that differ can agree: over one key they all do."""
 

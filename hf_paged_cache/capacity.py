@@ -70,11 +70,10 @@ class Capacity:
         slot_bytes = 0  # of blocks that quantised layers keep in the model's dtype
         for index, spec in self._specs.items():
             dim, v_dim = spec.head_dim or shape.head_dim, spec.head_dim or shape.v_head_dim
-            plain = replace(shape, head_dim=dim, v_head_dim=v_dim)
-            stored = replace(plain, format=precision.formats[index])
-            block_bytes[spec.window] += stored.block_bytes(size)
-            if stored.format is not None:
-                slot_bytes += batch * precision.slots_per_row * plain.block_bytes(size)
+            layer = replace(shape, head_dim=dim, v_head_dim=v_dim, format=precision.formats[index])
+            block_bytes[spec.window] += layer.block_bytes(size)
+            if layer.format is not None:
+                slot_bytes += batch * precision.slots_per_row * layer.dense_bytes(size)
         wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
         budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device) - slot_bytes
         if wanted_bytes <= budget:

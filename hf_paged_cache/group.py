@@ -16,7 +16,7 @@ from .faults import Faults
 from .formats import KVFormat
 from .guard import KeyErrorGuard
 from .kernels.problem import NULL_BLOCK, LayerBlocks, dense_entry
-from .kv_pool import KVPool, PoolShape
+from .kv_pool import KVPool, PoolShape, split_pairs
 from .precision import Precision
 from .spec import LayerSpec
 from .tables import DeviceTables
@@ -81,7 +81,7 @@ class LayerGroup:
         self.formats = {index: precision.formats[index] for index in specs}
         self.manager = BlockManager(num_blocks, block_size, window=window)
         self.dense: DenseBlocks | None = None
-        if precision.keeps_dense_blocks and any(self.formats.values()):
+        if precision.slots_per_row and any(self.formats.values()):
             self.dense = DenseBlocks(precision.sink_blocks, precision.residual_blocks)
         self._guard = guard
         self._unguarded = {i for i in specs if guard is not None and guard.concerns(self.formats[i])}
@@ -168,28 +168,21 @@ class LayerGroup:
 
     def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
         """Make room for new tokens of every row; the caller has seen that there is room."""
-        sealed = self._book_sealed(new_tokens)
+        changed = [] if self.dense is None else self.dense.release_full(self.manager, new_tokens)
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history)
         assert reservation is not None, "room was checked for every group before any was reserved"
-        changed_from = min(sealed, reservation.changed_from)
-        copies = _split(reservation.copies)
-        if self.dense is None:
-            for pool in self.pools if copies[0] else ():
-                pool.copy_blocks(*copies)
-        else:
+        changed.append(reservation.changed_from)
+        moves = None
+        if self.dense is not None:
             moves = self.dense.follow(self.manager, reservation)
-            changed_from = min(changed_from, moves.changed_from)
+            changed += moves.columns
             self._grow_slots()
-            for pool in self.pools:
-                if pool.form is None or not (moves.copied or moves.unsealed):
-                    pool.copy_blocks(*copies)
-                    continue
-                if moves.copied:
-                    pool.copy_slots(*_split(moves.copied))
-                if moves.unsealed:
-                    ids, slots = _split(moves.unsealed)
-                    pool.unseal(slots, ids)
-        self.sync_tables(changed_from)
+        for pool in self.pools:
+            if moves is not None and pool.form is not None and (moves.copied or moves.unsealed):
+                pool.follow(moves)
+            elif reservation.copies:
+                pool.copy_blocks(*split_pairs(reservation.copies))
+        self.sync_tables(min(changed))
         self.set_length(reservation.end)
 
     def check_crop(self, num_tokens: int) -> None:
@@ -234,10 +227,9 @@ class LayerGroup:
         They are read from their slots as before, until as many are reserved.
         """
         full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
-        slots, ids = _split(full)
         for pool in self.pools if full else ():
             if pool.form is not None:
-                pool.seal(slots, ids)
+                pool.seal(*split_pairs(full))
 
     def check_keys(self, layer_idx: int, key_states: torch.Tensor, start: int) -> None:
         """Let the guard look at the first K of a layer that a write will encode.
@@ -299,9 +291,8 @@ class LayerGroup:
             for layer_idx in self._layers:
                 self._bind(layer_idx)
         if self.dense is not None:
-            columns = tuple(self.dense.columns)
             for pool, _, blocks in self._layers.values():
-                blocks.dense_columns = columns if self._has_marks(pool) else ()
+                blocks.dense_columns = self._dense_columns(pool)
 
     def _rows(self, is_marked: bool) -> list[list[int]]:
         """The entries of all rows."""
@@ -317,14 +308,16 @@ class LayerGroup:
     def _has_marks(self, pool: KVPool) -> bool:
         return self.dense is not None and pool.form is not None
 
+    def _dense_columns(self, pool: KVPool) -> tuple[int, ...]:
+        return () if self.dense is None or pool.form is None else tuple(self.dense.columns)
+
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
         pool, slot, blocks = self._layers[layer_idx]
         device = pool.shape.device
         blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
         blocks.lengths = self._tables.lengths(device)
-        has_marks = self.dense is not None and self._has_marks(pool)
-        blocks.dense_columns = tuple(self.dense.columns) if self.dense is not None and has_marks else ()
+        blocks.dense_columns = self._dense_columns(pool)
         blocks.keys, blocks.values = pool.keys[:, slot], pool.values[:, slot]
         blocks.records = None if pool.records is None else pool.records[:, slot]
         blocks.form = pool.form
@@ -347,7 +340,7 @@ class LayerGroup:
 
     def _provide_slots(self, batch: int) -> None:
         if self.dense is not None:
-            self.dense.provide(batch * self.dense.slots_per_row)
+            self.dense.provide_rows(batch)
             self._grow_slots()
 
     def _grow_slots(self) -> None:
@@ -358,14 +351,6 @@ class LayerGroup:
             pool.grow_slots(num_slots)
         for layer_idx in self._layers if grown else ():
             self._bind(layer_idx)
-
-    def _book_sealed(self, new_tokens: int) -> int:
-        """Give up the slots of what `seal_full` has encoded. Returns the first column whose entry changes."""
-        if self.dense is None or not self.dense.full(self.manager, new_tokens):
-            return len(self.manager.tables[0].ids)
-        before = self.dense.columns
-        self.dense.take_full(self.manager, new_tokens)
-        return min(column for column in before if column not in self.dense.columns)
 
     def _judge(self, layer_idx: int, keys: torch.Tensor) -> None:
         """Let the guard decide on a layer, by full blocks `[..., kv_heads, block_size, head_dim]` of K."""
@@ -403,7 +388,3 @@ class LayerGroup:
         hint = self.specs[layer_idx], self.formats[layer_idx]
         alike = [index for index, spec in self.specs.items() if (spec, self.formats[index]) == hint]
         return sum(1 for index in alike if index not in self._layers)
-
-
-def _split(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [first for first, _ in pairs], [second for _, second in pairs]

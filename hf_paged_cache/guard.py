@@ -23,6 +23,10 @@ of a head err by a third of what tells common tokens apart. SmolLM2-135M has 0.0
 0.30 in `int4_group` with groups of 32."""
 
 
+_ALIKE = 1e-4
+"""Tokens that differ by less than this share of their norm count as one and the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A layer whose K are unfit for their format.
@@ -53,9 +57,11 @@ def key_error(form: KVFormat, keys: torch.Tensor) -> float:
     wide = keys.float()
     codes, params = form.keys.encode(wide)
     error = form.keys.decode(codes, params, keys.shape[-1]) - wide
-    error, varied = (x - x.mean(-2, keepdim=True) for x in (error, wide))
-    error, varied = (x.norm(dim=-1).median(dim=-1).values for x in (error, varied))  # [blocks, kv_heads]
-    return float((error / varied.clamp(min=1e-30)).mean(0).max())
+    varied = wide - wide.mean(-2, keepdim=True)
+    error = error - error.mean(-2, keepdim=True)
+    error, varied, size = (x.norm(dim=-1).median(dim=-1).values for x in (error, varied, wide))
+    # Tokens that differ by rounding alone (padding) have nothing to lose.
+    return float((error / torch.maximum(varied, _ALIKE * size).clamp(min=1e-30)).mean(0).max())
 
 
 class KeyErrorGuard:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .blocks import Moves
 from .formats import KVFormat, RecordFormat
 from .kernels import dispatch
 from .memory import advise_huge_pages
@@ -51,10 +52,12 @@ class PoolShape:
         return None if self.format is None else self.format.bind(block_size, self.head_dim, self.v_head_dim)
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block in one layer."""
+        """Bytes of one block in one layer, as it is stored for good."""
         form = self.records(block_size)
-        if form is not None:
-            return self.kv_heads * form.nbytes
+        return self.dense_bytes(block_size) if form is None else self.kv_heads * form.nbytes
+
+    def dense_bytes(self, block_size: int) -> int:
+        """Bytes of one block in one layer, in the model's dtype."""
         return self.kv_heads * block_size * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
 
 
@@ -113,12 +116,6 @@ class KVPool:
         """Bytes of one block over all layers of the pool, as it is stored for good."""
         return self._num_layers * self.shape.block_bytes(self._block_size)
 
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one block in the model's dtype, over all layers of the pool."""
-        dims = self.shape.head_dim + self.shape.v_head_dim
-        return self._num_layers * self.shape.kv_heads * self._block_size * dims * self.shape.dtype.itemsize
-
     def claim_slot(self) -> int:
         """Give the next layer its place in the second dimension."""
         slot = self._claimed
@@ -130,13 +127,10 @@ class KVPool:
         self._left += 1
 
     def used_bytes(self, blocks: int, slots: int) -> int:
-        """Bytes that the layers use of so many blocks, of which some are in slots."""
-        if self.form is None:
-            blocks, slots = 0, blocks
-        else:
-            blocks -= slots
-        share = self.bytes_per_block * blocks + self.bytes_per_slot * slots
-        return share // self._num_layers * self.num_used_layers
+        """Bytes that the layers use of so many blocks, of which quantised layers keep some in slots."""
+        slots = 0 if self.form is None else slots
+        stored = (blocks - slots) * self.shape.block_bytes(self._block_size)
+        return self.num_used_layers * (stored + slots * self.shape.dense_bytes(self._block_size))
 
     def copy_blocks(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks, all layers at once (copy-on-write)."""
@@ -161,6 +155,14 @@ class KVPool:
         assert self.form is not None, "only a quantised pool unseals blocks"
         assert self.records is not None, "a quantised pool has records"
         dispatch.decode_blocks(self.form, self.records, self.keys, self.values, slots, ids)
+
+    def follow(self, moves: Moves) -> None:
+        """Bring slots up to what a reservation has changed in them."""
+        if moves.copied:
+            self.copy_slots(*split_pairs(moves.copied))
+        if moves.unsealed:
+            ids, slots = split_pairs(moves.unsealed)
+            self.unseal(slots, ids)
 
     def grow_slots(self, num_slots: int) -> None:
         """Have so many slots; contents stay."""
@@ -198,6 +200,11 @@ class KVPool:
         leading = (num_slots, self._num_layers, shape.kv_heads, self._block_size)
         keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device)
         return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device)
+
+
+def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The first and the second of every pair."""
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -75,13 +75,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         blocks = state.blocks.get(self.layer_idx)
         if blocks is None:
             blocks = self._claim(key_states, value_states)
-        if blocks.records is not None:
-            self._write_quantised(blocks, key_states.detach(), value_states.detach(), start)
-        elif key_states.requires_grad or value_states.requires_grad:
+        stored_keys, stored_values = key_states, value_states
+        if key_states.requires_grad or value_states.requires_grad:
             # What is stored is a constant; a backend in torch would else make the pool part of the graph.
-            dispatch.write(blocks, key_states.detach(), value_states.detach(), start)
+            stored_keys, stored_values = key_states.detach(), value_states.detach()
+        if blocks.records is not None:
+            self._write_quantised(blocks, stored_keys, stored_values, start)
         else:
-            dispatch.write(blocks, key_states, value_states, start)
+            dispatch.write(blocks, stored_keys, stored_values, start)
         state.written(self.layer_idx)
         stored = StoredKV(
             state,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .blocks import slots_per_row
 from .config import PagedCacheConfig
 from .errors import PagedCacheError
 from .formats import KVFormat, kv_format
@@ -52,16 +53,6 @@ class Precision:
         )
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether any layer is."""
-        return any(self.formats.values())
-
-    @property
     def slots_per_row(self) -> int:
-        """Blocks in the model's dtype that a row can have at one time: one may be full and not yet sealed."""
-        return self.sink_blocks + self.residual_blocks + (1 if self.residual_blocks else 0)
-
-    @property
-    def keeps_dense_blocks(self) -> bool:
-        """Whether quantised layers keep any block as it came."""
-        return self.is_quantised and bool(self.sink_blocks or self.residual_blocks)
+        """Blocks in the model's dtype that a row can have at one time."""
+        return slots_per_row(self.sink_blocks, self.residual_blocks)

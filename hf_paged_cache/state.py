@@ -75,6 +75,7 @@ class CacheState:
         self._capacity = Capacity(config, specs, max_positions)
         self._last_written: int | None = None
         self._groups: dict[int | None, LayerGroup] = {}
+        # After the groups, so that a deep copy finds the copies that they have made.
         self.blocks: dict[int, LayerBlocks] = {}
         self.precision = Precision.of(config, specs, 0)
         guard = config.key_error_guard

@@ -46,7 +46,7 @@ class SimulatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
                 self._seal(column)
             if start % size:
                 self.sealed.discard(start // size)
-        seen = super().update(key_states, value_states, *args, **kwargs)
+        super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None  # noqa: PT018
         self.keys, self.values = self.keys.clone(), self.values.clone()
         for column in range(max(self.sink_blocks, -(-start // size)), last + 1):
@@ -57,17 +57,10 @@ class SimulatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
                 self._encode(max(start, column * size), min(end, (column + 1) * size))
         if key_states.shape[2] == 1:
             return self.keys, self.values
-        before = [x[:, :, :start] for x in (self._before if start else (self.keys, self.values))]
-        del seen
         return (
-            torch.cat((before[0][:, :, :start], key_states), 2),
-            torch.cat((before[1][:, :, :start], value_states), 2),
+            torch.cat((self.keys[:, :, :start], key_states), 2),
+            torch.cat((self.values[:, :, :start], value_states), 2),
         )
-
-    @property
-    def _before(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None and self.values is not None  # noqa: PT018
-        return self.keys, self.values
 
     def crop(self, max_length: int) -> None:
         super().crop(max_length)

@@ -249,6 +249,7 @@ def test_the_measure_of_the_guard() -> None:
     plain = key_error(FORMATS["int4"], keys)
     assert 0.05 < plain < KEY_ERROR_BOUND / 2
     assert key_error(FORMATS["int4"], keys + 60) == pytest.approx(plain, rel=0.2)
+    assert key_error(FORMATS["int4"], torch.full_like(keys, 0.3)) < KEY_ERROR_BOUND  # all alike, as padding
     one_token, one_head = keys.clone(), keys.clone()
     one_token[:, :, 5] *= 50  # takes the range of all channels
     one_head[:, :7] *= 10

@@ -22,6 +22,8 @@ BLOCK_SIZE = 16
 GROUP_SIZE = 8
 EDGES = {"int4": (1, 1), "int4_group": (1, 1), "int8_block": (0, 1)}
 """Blocks that a format keeps as they came, at the beginning and at the end of a row."""
+MEDIAN_ERROR = {"int8": 5e-4, "k8v4": 5e-4, "int4": 5e-4}
+"""Of logits, where a CPU multiplies bytes: what cutting queries and weights to 16 bits does to a model."""
 
 
 def caches(model: Any, name: str, **options: Any) -> tuple[PagedCache, Any]:
@@ -82,10 +84,10 @@ def assert_logits_are_those_of_the_simulation(case: str, name: str, chunks: tupl
     got = logits(model, paged, ids, chunks)
     paged.check_integrity()
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
-    # A code that falls on the other side of an edge changes what follows by one step of one channel.
-    assert errors.median() < 1e-3
-    assert errors[:, : chunks[0]].max() < 2e-5
-    assert errors.max() < 0.15
+    assert errors[:, : chunks[0]].max() == 0, "a first prompt is computed from no byte"
+    assert errors.median() < MEDIAN_ERROR.get(name, 5e-6)
+    # A code that falls on the other side of an edge changes all that follows.
+    assert errors.max() < 0.1
 
 
 @pytest.mark.parametrize("chunks", [(100, *[1] * 30), (37, *[9] * 5), (20, 40, *[1] * 40)], ids=len)
@@ -101,7 +103,7 @@ def test_float32_logits_are_those_of_the_simulation(name: str, chunks: tuple[int
     [case.name for case in CASES if not case.is_encoder_decoder and "falcon" not in case.name],
 )
 def test_every_family(case: str, name: str) -> None:
-    assert_logits_are_those_of_the_simulation(case, name, (50, *[1] * 20))
+    assert_logits_are_those_of_the_simulation(case, name, (50, 9, 9, *[1] * 12))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
-from hf_paged_cache.blocks.dense import DenseBlocks
+from hf_paged_cache.blocks.dense import DenseBlocks, Moves, slots_per_row
 from hf_paged_cache.blocks.free_queue import FreeQueue
 from hf_paged_cache.blocks.manager import BlockManager, Reservation
 from hf_paged_cache.blocks.pool import BlockPool
@@ -17,5 +17,7 @@ __all__ = [
     "BlockTable",
     "DenseBlocks",
     "FreeQueue",
+    "Moves",
     "Reservation",
+    "slots_per_row",
 ]

@@ -9,18 +9,23 @@ from hf_paged_cache.blocks.block import NULL_BLOCK
 from hf_paged_cache.blocks.manager import BlockManager, Reservation
 
 
+def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:
+    """Slots that a row can need at one time: one block may be full and not yet sealed."""
+    return sink_blocks + residual_blocks + (1 if residual_blocks else 0)
+
+
 class Moves(NamedTuple):
     """What a reservation changes in the slots, as pairs of (source, target).
 
     Attributes:
         copied: Slot -> slot: a shared block that a row will write to.
         unsealed: Block id -> slot: a record that a row will write to, after its tail was cropped.
-        changed_from: First column of the tables whose entry changed.
+        columns: Columns of the tables whose entries changed, besides those that the reservation tells of.
     """
 
     copied: list[tuple[int, int]]
     unsealed: list[tuple[int, int]]
-    changed_from: int
+    columns: list[int]
 
 
 class DenseBlocks:
@@ -58,11 +63,6 @@ class DenseBlocks:
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
 
-    @property
-    def slots_per_row(self) -> int:
-        """Slots that a row can need at one time: one block may be full and not yet sealed."""
-        return self.sink_blocks + self.residual_blocks + (1 if self.residual_blocks else 0)
-
     def live_slots(self, manager: BlockManager) -> list[int]:
         """Slots of blocks that rows hold, in order."""
         return sorted(slot for block_id, slot in self._slots.items() if manager.pool.ref_count(block_id))
@@ -73,13 +73,13 @@ class DenseBlocks:
         ids = {table.ids[c]: None for c in columns for table in manager.tables if table.ids[c] != NULL_BLOCK}
         return [(self._slots[block_id], block_id) for block_id in ids]
 
-    def take_full(self, manager: BlockManager, new_tokens: int) -> list[tuple[int, int]]:
-        """What `full` says; those blocks are dense no more, and their slots free."""
-        columns, taken = self._full_columns(manager, new_tokens), self.full(manager, new_tokens)
-        self.columns = [column for column in self.columns if column not in columns]
-        for _, block_id in taken:
+    def release_full(self, manager: BlockManager, new_tokens: int) -> list[int]:
+        """Make what `full` says dense no more, and its slots free. Returns those columns."""
+        columns = self._full_columns(manager, new_tokens)
+        for _, block_id in self.full(manager, new_tokens) if columns else ():
             self._drop(block_id)
-        return taken
+        self.columns = [column for column in self.columns if column not in columns]
+        return columns
 
     def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
         """Give slots to what a reservation made dense."""
@@ -88,7 +88,7 @@ class DenseBlocks:
         last = (reservation.end - 1) // size
         copied: list[tuple[int, int]] = []
         unsealed: list[tuple[int, int]] = []
-        changed_from = reservation.changed_from
+        changed: list[int] = []
         for _, block_id in reservation.copies:
             self._drop(block_id)  # of an earlier life of that block
         if reservation.start % size and self._writes_densely(reservation.start // size):
@@ -102,7 +102,7 @@ class DenseBlocks:
                     unsealed.append((source, self._slot_for(manager, block_id)))
             if column not in self.columns:
                 self.columns.append(column)
-                changed_from = min(changed_from, column)
+                changed.append(column)
         for column in range(first_new, last + 1):
             is_dense = column < self.sink_blocks or column > last - self.residual_blocks
             ids = {table.ids[column]: None for table in tables if table.ids[column] != NULL_BLOCK}
@@ -114,7 +114,7 @@ class DenseBlocks:
             if is_dense and ids:
                 self.columns.append(column)
         self.columns = sorted(c for c in self.columns if tables[0].ids[c] != NULL_BLOCK)
-        return Moves(copied, unsealed, changed_from)
+        return Moves(copied, unsealed, changed)
 
     def crop(self, num_blocks: int) -> None:
         """Forget the columns that rows do not have any more."""
@@ -126,8 +126,11 @@ class DenseBlocks:
         self._slots.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 
-    def provide(self, num_slots: int) -> None:
-        """Have at least so many slots."""
+    def provide_rows(self, rows: int) -> None:
+        """Have the slots that so many rows can need."""
+        self._provide(rows * slots_per_row(self.sink_blocks, self.residual_blocks))
+
+    def _provide(self, num_slots: int) -> None:
         self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
         self.num_slots = max(self.num_slots, num_slots)
 
@@ -167,7 +170,7 @@ class DenseBlocks:
                 for stale in [b for b in self._slots if not manager.pool.ref_count(b)]:
                     self._drop(stale)
             if not self._free:
-                self.provide(self.num_slots + max(1, self.num_slots // 2))
+                self._provide(self.num_slots + max(1, self.num_slots // 2))
             self._slots[block_id] = self._free.pop()
         return self._slots[block_id]
 

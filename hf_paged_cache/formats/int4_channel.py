@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from .codec import Codec
-from .packing import inverse, nibble_bytes, pack_nibbles, scale_up, unpack_nibbles, zero_down
+from .packing import inverse, nibble_bytes, pack_nibbles, scale_and_zero, unpack_nibbles
 
 
 class Int4Channel(Codec):
@@ -61,5 +61,4 @@ class Int4Channel(Codec):
 
 def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of `[..., tokens, dim]`, each `[..., 1, dim]`."""
-    zero = zero_down(x.amin(-2, keepdim=True))
-    return scale_up((x.amax(-2, keepdim=True) - zero.float()) / 15), zero
+    return scale_and_zero(*x.aminmax(dim=-2, keepdim=True), 15)

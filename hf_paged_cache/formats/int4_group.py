@@ -19,7 +19,7 @@ import torch
 from hf_paged_cache.errors import PagedCacheError
 
 from .codec import Codec
-from .packing import inverse, nibble_bytes, pack_nibbles, scale_up, unpack_nibbles, zero_down
+from .packing import inverse, nibble_bytes, pack_nibbles, scale_and_zero, unpack_nibbles
 
 
 @dataclass(frozen=True)
@@ -76,5 +76,4 @@ class Int4Group(Codec):
 
 def _scale_and_zero(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of `[..., groups, group_size]`, each `[..., groups, 1]`."""
-    zero = zero_down(groups.amin(-1, keepdim=True))
-    return scale_up((groups.amax(-1, keepdim=True) - zero.float()) / 15), zero
+    return scale_and_zero(*groups.aminmax(dim=-1, keepdim=True), 15)

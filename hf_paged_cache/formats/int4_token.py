@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from .codec import LARGEST_VALUE, Codec
-from .packing import inverse, nibble_bytes, pack_nibbles, scale_up, unpack_nibbles, zero_down
+from .packing import inverse, nibble_bytes, pack_nibbles, scale_and_zero, unpack_nibbles
 from .rotation import part_size, rotate
 
 
@@ -59,5 +59,4 @@ class Int4Token(Codec):
 
 def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = (bound.clamp(-LARGEST_VALUE, LARGEST_VALUE) for bound in x.aminmax(dim=-1, keepdim=True))
-    zero = zero_down(low)
-    return scale_up((high - zero.float()) / 15), zero
+    return scale_and_zero(low, high, 15)

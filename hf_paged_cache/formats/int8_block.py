@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 
 from .codec import Codec
-from .packing import inverse, scale_up, zero_down
+from .packing import inverse, scale_and_zero
 
 
 class Int8Block(Codec):
@@ -52,5 +52,4 @@ class Int8Block(Codec):
 
 def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of `[..., tokens, dim]`, each `[..., 1, 1]`."""
-    zero = zero_down(x.amin((-2, -1), keepdim=True))
-    return scale_up((x.amax((-2, -1), keepdim=True) - zero.float()) / 255), zero
+    return scale_and_zero(x.amin((-2, -1), keepdim=True), x.amax((-2, -1), keepdim=True), 255)

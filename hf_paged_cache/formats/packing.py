@@ -50,6 +50,12 @@ def zero_down(x: torch.Tensor) -> torch.Tensor:
     return torch.where(near.to(x.dtype) > x, below, bits).view(torch.float16)
 
 
+def scale_and_zero(low: torch.Tensor, high: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float16 scale and zero that cut ranges `low … high` into so many steps."""
+    zero = zero_down(low)
+    return scale_up((high - zero.float()) / steps), zero
+
+
 def inverse(scale: torch.Tensor) -> torch.Tensor:
     """1 / scale in float32, 0 where the scale is 0."""
     wide = scale.float()

@@ -20,8 +20,8 @@ from .problem import Attention, LayerBlocks
 
 CHUNK_TOKENS = 2048
 """Stored tokens that are dense at one time."""
-FEW_TOKENS = 16
-"""Up to so many queries read records as a decode step does, more have them decoded chunk by chunk."""
+MAX_DECODE_TOKENS = 16
+"""Up to so many queries per row go to the decode kernel, more to the prefill over history."""
 STRIP_TOKENS = 256
 """Fresh queries that are attended at one time."""
 
@@ -97,7 +97,7 @@ def _attend_history(
 ) -> Part:
     """Attention over the stored tokens; `grouped` is `query`, its heads split by kv head."""
     is_float64 = accumulate_dtype(query) == torch.float64  # which a log-sum-exp in float32 would spoil
-    if blocks.records is not None and query.shape[2] <= FEW_TOKENS and not is_float64:
+    if blocks.records is not None and query.shape[2] <= MAX_DECODE_TOKENS and not is_float64:
         mask = visible if bias is None else additive(visible, bias, torch.float32)
         question = replace(a, query=query, mask=mask)
         out, lse = dispatch.decode(blocks, question, return_lse=True)

@@ -7,7 +7,7 @@ models.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,8 +16,10 @@ from hf_paged_cache.formats import RecordFormat
 NULL_BLOCK = -1
 """Table entry of a block that is not stored. Kernels neither write nor attend its tokens."""
 
+_Entry = TypeVar("_Entry", int, torch.Tensor)
 
-def dense_entry(slot: int) -> int:
+
+def dense_entry(slot: _Entry) -> _Entry:
     """Table entry of a block of a quantised layer that is stored as it came, in a slot of `keys`/`values`.
 
     Such entries lie below `NULL_BLOCK`, and the function is its own inverse.

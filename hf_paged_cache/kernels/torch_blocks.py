@@ -16,7 +16,7 @@ from hf_paged_cache.formats import RecordFormat
 from . import parts
 from .masking import accumulate_dtype, all_over, both, read_mask
 from .parts import Part
-from .problem import NULL_BLOCK, Attention, LayerBlocks
+from .problem import NULL_BLOCK, Attention, LayerBlocks, dense_entry
 from .reference import check_storable, decode_blocks, encode_blocks
 
 __all__ = ["attend_blocks", "copy_blocks", "decode", "decode_blocks", "encode_blocks", "gather", "write"]
@@ -59,7 +59,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         check_storable(key_states, value_states)
         stored = ids < NULL_BLOCK
         _write_records(blocks, blocks.records, blocks.form, key_states, value_states, start)
-        ids = -2 - ids
+        ids = dense_entry(ids)
     if not stored.all():
         ids, slots, keys, values = ids[stored], slots[stored], keys[stored], values[stored]
     blocks.keys[ids, :, slots] = keys
@@ -280,7 +280,7 @@ def _decoded(
     found = [x.to(dtype) for x in form.decode(records[entries.clamp(min=0)])]
     dense = entries < NULL_BLOCK
     for x, pool in zip(found, (blocks.keys, blocks.values), strict=True):
-        x[dense] = pool[-2 - entries[dense]].to(dtype)
+        x[dense] = pool[dense_entry(entries[dense])].to(dtype)
     keys, values = (x.transpose(1, 2).flatten(2, 3) for x in found)
     return keys, values
 

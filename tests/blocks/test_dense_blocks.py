@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks
+from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, slots_per_row
 
 
 class Rows:
@@ -18,13 +18,14 @@ class Rows:
         self.manager = BlockManager(num_blocks, 4, window=window)
         self.dense = DenseBlocks(sinks, residual)
         self.manager.start(batch)
-        self.dense.provide(batch * self.dense.slots_per_row)
+        self.dense.provide_rows(batch)
         self.records: dict[int, str] = {}
         self.slots: dict[int, str] = {}
 
     def reserve(self, new_tokens: int, *, keep_history: bool = False) -> None:
-        for slot, block_id in self.dense.take_full(self.manager, new_tokens):
+        for slot, block_id in self.dense.full(self.manager, new_tokens):
             self.records[block_id] = self.slots.get(slot, "")
+        self.dense.release_full(self.manager, new_tokens)
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history)
         assert reservation is not None
         moves = self.dense.follow(self.manager, reservation)
@@ -147,7 +148,7 @@ def test_rows_keep_their_tokens_whatever_happens(sinks: int, residual: int) -> N
         rows.write(tokens)
         expected = [text + token for text, token in zip(expected, tokens, strict=True)]
         assert [rows.content(row) for row in range(3)] == expected
-        assert len(rows.dense.live_slots(rows.manager)) <= 3 * rows.dense.slots_per_row
+        assert len(rows.dense.live_slots(rows.manager)) <= 3 * slots_per_row(sinks, residual)
 
 
 def test_slots_do_not_multiply_as_rows_go_on() -> None:
@@ -155,4 +156,4 @@ def test_slots_do_not_multiply_as_rows_go_on() -> None:
     rows.reserve(10)
     for _ in range(500):
         rows.reserve(1)
-    assert rows.dense.num_slots == 2 * rows.dense.slots_per_row
+    assert rows.dense.num_slots == 2 * slots_per_row(1, 1)

@@ -99,8 +99,6 @@ def test_writing_a_prompt(backend: ModuleType, name: str) -> None:
     keys, values = torch.randn(2, 2, end, 64), torch.randn(2, 2, end, 64)
     backend.write(blocks, keys, values, 0)
     got_keys, got_values = backend.gather(blocks, 0, end)
-    sizes = {side: blocks.form.codec(side).error_bound(x) for side, x in (("keys", keys), ("values", values))}
-    del sizes  # bounds are tested with the formats; here only that each token is where it belongs
     for got, x in ((got_keys, keys), (got_values, values)):
         assert torch.equal(got[:, :, :16], x[:, :, :16])
         assert torch.equal(got[0, :, 48:], x[0, :, 48:])

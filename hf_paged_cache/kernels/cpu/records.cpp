@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "encode.h"
+#include "pieces.h"
 #include "quantised.h"
 #include "rotation.h"
 
@@ -11,7 +12,6 @@ namespace {
 
 // Below this the work is done before other threads have woken up.
 constexpr std::int64_t kParallelBytes = 32 * 1024;
-
 
 // Elements as floats, in memory order. `out` has room for `dim` rounded up to pairs.
 template <class Row>
@@ -116,33 +116,10 @@ int decode_rows(const Stored& s, std::int64_t slot, std::int64_t tokens, typenam
   return kOk;
 }
 
-template <class Element>
-void copy_rows(Element* to, std::int64_t to_stride, const Element* from, std::int64_t from_stride,
-               std::int64_t rows, std::int64_t dim) {
-  for (std::int64_t i = 0; i < rows; ++i) {
-    std::memcpy(to + i * to_stride, from + i * from_stride, static_cast<std::size_t>(dim) * sizeof(Element));
-  }
+bool lies_in(const Piece& p, const Blocks& blocks) {
+  return p.entry >= kNullBlock ? p.entry < blocks.records.num_records
+                               : dense_slot(static_cast<std::int32_t>(p.entry)) < blocks.num_blocks;
 }
-
-// The part of one column of the table that a run of tokens covers.
-struct Piece {
-  std::int64_t b, h, column, entry, from, to;
-
-  Piece(const Blocks& blocks, std::int64_t index, std::int64_t first_column, std::int64_t columns,
-        std::int64_t start, std::int64_t end) {
-    h = index % blocks.kv_heads;
-    column = first_column + index / blocks.kv_heads % columns;
-    b = index / blocks.kv_heads / columns;
-    entry = blocks.table[b * blocks.max_blocks + column];
-    from = std::max(start, column * blocks.block_size);
-    to = std::min(end, (column + 1) * blocks.block_size);
-  }
-
-  bool lies_in(const Blocks& blocks) const {
-    return entry >= kNullBlock ? entry < blocks.records.num_records
-                               : dense_slot(static_cast<std::int32_t>(entry)) < blocks.num_blocks;
-  }
-};
 
 template <class Row>
 class Writer {
@@ -150,10 +127,8 @@ class Writer {
 
  public:
   Writer(const Blocks& blocks, const NewTokens& fresh) : blocks_(blocks), fresh_(fresh) {
-    first_column_ = fresh.start / blocks.block_size;
     end_ = fresh.start + fresh.tokens;
-    columns_ = (end_ + blocks.block_size - 1) / blocks.block_size - first_column_;
-    pieces_ = blocks.batch * columns_ * blocks.kv_heads;
+    pieces_ = Piece::count(blocks, fresh.start, end_);
   }
 
   // Nothing is written unless everything can be.
@@ -175,7 +150,7 @@ class Writer {
   }
 
  private:
-  Piece piece(std::int64_t i) const { return Piece(blocks_, i, first_column_, columns_, fresh_.start, end_); }
+  Piece piece(std::int64_t i) const { return Piece(blocks_, i, fresh_.start, end_); }
 
   int status() const {
     if (out_of_range_) return kBlockOutOfRange;
@@ -196,7 +171,7 @@ class Writer {
 
   void check(const Piece& p) {
     const Records& records = blocks_.records;
-    if (!p.lies_in(blocks_)) out_of_range_ = true;
+    if (!lies_in(p, blocks_)) out_of_range_ = true;
     if (p.entry >= 0 && p.to - p.from != blocks_.block_size &&
         !(is_per_token(records.keys.codec) && is_per_token(records.values.codec))) {
       partial_ = true;
@@ -233,7 +208,7 @@ class Writer {
 
   const Blocks& blocks_;
   const NewTokens& fresh_;
-  std::int64_t first_column_, columns_, pieces_, end_;
+  std::int64_t pieces_, end_;
   std::atomic<bool> out_of_range_{false}, partial_{false}, bad_keys_{false}, bad_values_{false};
   std::atomic<bool> out_of_memory_{false};
 };
@@ -258,21 +233,19 @@ template <class Row>
 int gather(const Blocks& blocks, const Gather& wanted) {
   using Element = typename Row::Element;
   const std::int64_t tokens = wanted.end - wanted.start;
-  const std::int64_t first_column = wanted.start / blocks.block_size;
-  const std::int64_t columns = (wanted.end + blocks.block_size - 1) / blocks.block_size - first_column;
-  const std::int64_t pieces = blocks.batch * columns * blocks.kv_heads;
+  const std::int64_t pieces = Piece::count(blocks, wanted.start, wanted.end);
   [[maybe_unused]] const bool parallel =
       wanted.threads > 1 && pieces > 1 &&
       blocks.batch * blocks.kv_heads * tokens * (blocks.head_dim + blocks.v_head_dim) >= kParallelBytes;
   std::atomic<int> status{kOk};
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(wanted.threads)) if (parallel)
   for (std::int64_t i = 0; i < pieces; ++i) {
-    const Piece p(blocks, i, first_column, columns, wanted.start, wanted.end);
+    const Piece p(blocks, i, wanted.start, wanted.end);
     const std::int64_t slot = p.from % blocks.block_size, count = p.to - p.from;
     const std::int64_t row = (p.b * blocks.kv_heads + p.h) * tokens + p.from - wanted.start;
     Element* keys = reinterpret_cast<Element*>(wanted.keys) + row * blocks.head_dim;
     Element* values = reinterpret_cast<Element*>(wanted.values) + row * blocks.v_head_dim;
-    if (!p.lies_in(blocks)) {
+    if (!lies_in(p, blocks)) {
       status = kBlockOutOfRange;
     } else if (p.entry == kNullBlock) {
       std::memset(keys, 0, static_cast<std::size_t>(count * blocks.head_dim) * sizeof(Element));
