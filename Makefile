@@ -27,7 +27,7 @@ test-slow: $(VENV)/.ready
 test-oldest: $(OLDEST_VENV)/.ready
 	$(OLDEST_VENV)/bin/python -m pytest -n auto -m "not slow" tests/test_contract.py tests/test_parity.py \
 		tests/test_activation.py tests/test_compile.py tests/test_compile_limits.py tests/test_masks.py \
-		tests/test_quantised_parity.py tests/test_quantised_cache.py tests/kernels/test_triton.py \
+		tests/test_quantised_parity.py tests/test_quantised_cache.py tests/test_guard.py tests/kernels/test_triton.py \
 		tests/kernels/test_triton_quantised.py
 	$(OLDEST_VENV)/bin/python -m hf_paged_cache.kernels.aot --targets sm_90
 
