@@ -18,7 +18,7 @@ LAYERS = [
     ["config", "spec", "stats"],
     ["blocks"],
     ["precision", "kernels"],
-    ["memory", "lazy", "guard", "faults"],
+    ["memory", "lazy", "guard", "faults", "calls"],
     ["kv_pool"],
     ["tables"],
     ["group", "capacity"],
