@@ -104,14 +104,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "`cache.crop(...)` what differs, or `cache.reset()`"
             )
         state = self._state
+        state.check_chunk(query_length, is_warm=state.tokens[self.layer_idx] > 0)
         if state.is_static and state.batch:
             if torch.compiler.is_compiling():
                 return state.row_capacity_tokens, 0
             if query_length == 1 and state.is_attended():
                 return StaticLength(state.row_capacity_tokens, state.check_static_room), 0
             state.pull()
-        if state.has_host_states:
-            state.check_room(query_length)
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
         return PagedLength(tokens - first + query_length), first
@@ -153,8 +152,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute in the host
-        """Whether K and V of this layer have a place."""
-        return self._blocks is not None
+        """Whether K and V of this layer have a place, in rows that there are."""
+        return self._blocks is not None and self._state.batch > 0
 
     @property
     def device(self) -> torch.device | None:

@@ -33,6 +33,7 @@ from .kv_pool import PoolShape
 from .precision import Precision
 from .spec import LayerSpec
 from .static import StaticGroup
+from .undo import Undo
 
 
 class CacheState:
@@ -41,12 +42,14 @@ class CacheState:
     Attributes:
         config: Settings.
         batch: Rows, or 0 before the first update and after a reset.
-        tokens: Layer index -> tokens that this layer holds of every row.
+        tokens: Layer index -> tokens that this layer holds of every row, in the order of writing.
         step_start: Tokens stored before the step in progress (or the last one).
         step_end: Tokens stored when that step is complete.
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
-        has_host_states: Other layers of the cache keep recurrent states, which cannot be taken back.
-        broken: A forward failed after such a state had moved on; only a reset helps.
+        undo: What a step in progress has changed outside the blocks.
+        has_outside_state: The model keeps a recurrent state in itself, where nobody can take it back.
+        is_lost: A forward failed after such a state had moved on; only a reset helps.
+        chunk_fault: Why the model cannot take several new tokens at once after a history; None if it can.
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         is_static: Whether steps can be compiled: every row has its blocks from the start. Then `tokens`,
@@ -65,8 +68,10 @@ class CacheState:
         self.step_start = 0
         self.step_end = 0
         self.record_past = False
-        self.has_host_states = False
-        self.broken = False
+        self.undo = Undo()
+        self.chunk_fault: str | None = None
+        self.has_outside_state = False
+        self.is_lost = False
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.is_static = False
@@ -109,10 +114,10 @@ class CacheState:
             UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
         """
         start, new_tokens = self.tokens[layer_idx], key_states.shape[2]
-        if self.broken:
+        if self.is_lost:
             raise CacheMismatchError(
-                "a forward failed after layers with a recurrent state had moved on, and those cannot be "
-                "taken back; call `cache.reset()` and start from the prompt"
+                "a forward failed after recurrent states had moved on that this model keeps in itself, and "
+                "nobody can take those back; call `cache.reset()` and start from the prompt"
             )
         if new_tokens == 0:
             raise CacheMismatchError(
@@ -121,12 +126,13 @@ class CacheState:
                 "`cache.reset()`"
             )
         self._check_in_step(layer_idx, start)
+        self.check_chunk(new_tokens, is_warm=start > 0)
         if not self.batch:
             self._open_rows(key_states, value_states)
         try:
             self._reserve(start, new_tokens)
         except (PoolExhausted, QuantisationError, UnstorableValueError):
-            self.broken = self.has_host_states
+            self.take_back_outside()
             if not start:
                 self.reset()
             raise
@@ -138,10 +144,14 @@ class CacheState:
         if tokens > self.row_capacity_tokens:
             raise self._no_room(tokens, self.row_capacity_tokens, self.batch)
 
-    def check_room(self, new_tokens: int) -> None:
-        """Raise PoolExhausted if a forward of so many tokens would, before any layer has run."""
-        for group in self.groups if self.batch else ():
-            self._make_room(group, self.step_end, new_tokens)
+    def check_chunk(self, new_tokens: int, *, is_warm: bool) -> None:
+        """Raise CacheMismatchError if the model goes wrong with so many new tokens after a history."""
+        if self.chunk_fault is not None and new_tokens > 1 and is_warm:
+            raise CacheMismatchError(
+                f"{new_tokens} new tokens came, and the cache holds a history: {self.chunk_fault}. Feed the "
+                "new tokens one at a time, or call `cache.reset()` and feed everything from the start; "
+                "nothing was written"
+            )
 
     def pull(self) -> None:
         """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.
@@ -195,11 +205,20 @@ class CacheState:
         """Whether a step is in progress that this layer has yet to join."""
         return self.tokens[layer_idx] == self.step_start < self.step_end
 
+    def is_next_in_any_layer(self) -> bool:
+        """Whether some layer has yet to join a step in progress."""
+        return any(self.is_next_in_step(index) for index in self._behind(self.step_end))
+
     def abort_step(self) -> None:
         """Take back the step in progress, in every layer."""
+        self.take_back_outside()
         if self.step_end > self.step_start:
-            self.broken = self.has_host_states
             self._crop_to(self.step_start)
+
+    def take_back_outside(self) -> None:
+        """Take back what a forward has changed outside the blocks."""
+        self.undo.restore()
+        self.is_lost = self.has_outside_state
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place in a pool."""
@@ -237,16 +256,21 @@ class CacheState:
         if not self.batch:
             return
         self.pull()
-        bad = [row for row in row_indices if not -self.batch <= row < self.batch]
-        if bad or not row_indices:
-            raise PagedCacheError(
-                f"row indices must be a non-empty selection of 0…{self.batch - 1} (the cache holds "
-                f"{self.batch} rows), got {list(row_indices)}"
-            )
-        rows = [row % self.batch for row in row_indices]
+        rows = self.checked_rows(row_indices, self.batch)
         for group in self.groups:
             group.reorder(rows)
         self.batch = len(rows)
+
+    @staticmethod
+    def checked_rows(row_indices: Sequence[int], batch: int) -> list[int]:
+        """Rows counted from the first; raises PagedCacheError if there are none, or none of that index."""
+        bad = [row for row in row_indices if not -batch <= row < batch]
+        if bad or not row_indices:
+            raise PagedCacheError(
+                f"row indices must be a non-empty selection of 0…{batch - 1} (the cache holds "
+                f"{batch} rows), got {list(row_indices)}"
+            )
+        return [row % batch for row in row_indices]
 
     def reset(self) -> None:
         """Forget all rows and give their blocks back; pools stay."""
@@ -254,7 +278,7 @@ class CacheState:
             group.reset()
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
-        self.has_open_step = False
+        self.has_open_step = self.is_lost = False
         self._last_written = None
 
     def check_integrity(self) -> None:
@@ -274,6 +298,19 @@ class CacheState:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
+    def _behind(self, count: int) -> list[int]:
+        """The layers that have not come as far as the last step.
+
+        Layers that a model never writes hold nothing; layers after the last one written were not reached.
+        """
+        order = list(self.tokens)
+        reached = 0 if self._last_written is None else order.index(self._last_written) + 1
+        return [
+            index
+            for place, index in enumerate(order)
+            if self.tokens[index] != count and (self.tokens[index] or place >= reached > 0)
+        ]
+
     def _check_in_step(self, layer_idx: int, start: int) -> None:
         """A new step may only begin when every layer has finished the last one."""
         if start != self.step_end:
@@ -287,11 +324,7 @@ class CacheState:
             )
         if not start:
             return
-        # Layers that a model never writes hold nothing; layers after the last one written were not reached.
-        last = -1 if self._last_written is None else self._last_written
-        behind = [
-            index for index, count in self.tokens.items() if count != start and (count or index > last >= 0)
-        ]
+        behind = self._behind(start)
         if behind:
             first = behind[0]
             held = self.tokens[first]
