@@ -189,8 +189,8 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
         length: Any = super().get_seq_length(layer_idx)
-        if isinstance(length, torch.Tensor):
-            return length  # type: ignore[return-value]
+        if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
+            return length  # type: ignore[no-any-return]
         return compat.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
 
     def _meet_prompt(self, tokens: int, ids: torch.Tensor | None) -> int:

@@ -113,8 +113,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "`cache.crop(...)` what differs, or `cache.reset()`"
             )
         state = self._state
-        if state.is_open:
-            state.settle()
+        self._settle()
         if state.is_static and state.batch:
             if torch.compiler.is_compiling():
                 return state.row_capacity_tokens, 0
@@ -129,8 +128,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
-        if self._state.is_open:
-            self._state.settle()
+        self._settle()
         if self._state.is_static and self._state.batch:
             if torch.compiler.is_compiling() and self.is_initialized:
                 return self.length_tensor()  # type: ignore[return-value]  # as static layers of the host do
@@ -218,6 +216,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._refuse("prefetch")
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """See to what an ended forward has left; a compiled step cannot look at the stack."""
+        if self._state.is_open and not torch.compiler.is_compiling():
+            self._state.settle()
 
     def _first_visible(self, tokens: int) -> int:
         """First stored token that a query after `tokens` tokens attends."""
