@@ -15,7 +15,7 @@ from .config import PagedCacheConfig
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .formats import DEFAULT_GROUP_SIZE
 from .kernels import dispatch
-from .layer import PagedLayer, PagedWindowLayer
+from .layer import PagedLayer, PagedWindowLayer, refuse_to_move
 from .precision import Precision
 from .spec import LayerSpec
 from .state import CacheState
@@ -120,6 +120,7 @@ class PagedCache(DynamicCache):
         self._state = CacheState(settings, paged, compat.max_positions(config))
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
+        self._host_specs = {index: spec for index, spec in enumerate(specs) if index not in paged}
         self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
         self._state.can_be_static = compile and not self._host_layers() and not config.is_encoder_decoder
         self._model = None if model is None else weakref.ref(model)
@@ -227,8 +228,18 @@ class PagedCache(DynamicCache):
         self._state.reset()
         self._state.record_past = False
         self._state.broken = False
-        for layer in self._host_layers():
-            layer.reset()
+        # What the host's layers keep after a reset depends on its version: zeros of the old length, or of the
+        # old number of rows.
+        for index, spec in self._host_specs.items():
+            self.layers[index] = self._make_layer(index, *spec)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
 
     @property
     def batch_size(self) -> int:

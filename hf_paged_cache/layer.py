@@ -197,12 +197,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._refuse("batch_select_indices")
 
     def offload(self) -> None:
-        """Refused: blocks are not moved layer by layer."""
-        self._refuse("offload")
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
 
     def prefetch(self) -> None:
-        """Refused: blocks are not moved layer by layer."""
-        self._refuse("prefetch")
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -365,6 +365,11 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
         self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
 
     @property
+    def cumulative_length(self) -> int:  # type: ignore[override]  # an attribute in the host
+        """Tokens per row that this layer has seen, under the name that window layers of the host have."""
+        return self.get_seq_length()
+
+    @property
     def record_past(self) -> bool:
         """Whether blocks outside the window are kept until the next `crop`."""
         return self._state.record_past
@@ -383,3 +388,15 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
 
     def _first_visible(self, tokens: int) -> int:
         return max(0, tokens - (self.sliding_window - 1))
+
+
+def refuse_to_move(method: str) -> NoReturn:
+    """Raise what calls of `offload` and `prefetch` get.
+
+    Raises:
+        PagedCacheError: Always.
+    """
+    raise PagedCacheError(
+        f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
+        "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
+    )
