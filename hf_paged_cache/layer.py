@@ -12,6 +12,7 @@ from . import compiled
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
+from .lazy import dense
 from .masks import PagedLength, StaticLength
 from .state import CacheState
 from .static import StaticGroup
@@ -68,6 +69,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             return self._update_compiled(key_states, value_states)
         if state.is_static and state.tokens[self.layer_idx] == state.step_end:
             state.pull()
+        # What another cache shows of its layers has no storage that a kernel could read.
+        key_states, value_states = dense(key_states), dense(value_states)
         self._check(key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         if start != state.step_start or start + new_tokens != state.step_end or not new_tokens:
