@@ -170,7 +170,9 @@ class PagedCache(DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
         length: Any = super().get_seq_length(layer_idx)
-        return length if isinstance(length, torch.Tensor) else compat.CachedLength(length)  # type: ignore[return-value]
+        if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
+            return length  # type: ignore[return-value]
+        return compat.CachedLength(length)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Position of the next query; a tensor where the host would have to wait for the number."""

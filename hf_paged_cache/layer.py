@@ -65,8 +65,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             QuantisationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
         """
         state = self._state
-        if state.can_be_static and torch.compiler.is_compiling() and state.would_be_static(key_states.device):
-            return self._update_compiled(key_states, value_states)
+        if torch.compiler.is_compiling():
+            if state.can_be_static and state.would_be_static(key_states.device):
+                return self._update_compiled(key_states, value_states)
+            return self._update_between_graphs(key_states, value_states)
         if state.is_static and state.tokens[self.layer_idx] == state.step_end:
             state.pull()
         # What another cache shows of its layers has no storage that a kernel could read.
@@ -117,7 +119,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             state.check_room(query_length)
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
-        return PagedLength(tokens - first + query_length), first
+        length = tokens - first + query_length
+        return length if torch.compiler.is_compiling() else PagedLength(length), first
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
@@ -259,6 +262,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             is_vetted=self.layer_idx in group.vetted,
             owner=group.owners.get(self.layer_idx),
         )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
+    def _update_between_graphs(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for a forward that somebody has compiled: its graphs take dense tensors."""
+        keys, values = self.update(key_states, value_states)
+        return dense(keys), dense(values)
 
     @property
     def _blocks(self) -> LayerBlocks | None:

@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from hf_paged_cache import CacheMismatchError, PagedCache
-from tests.chats import AT_EDGES, BLOCK, FAMILIES, assert_sound, fill, generate, given, paged, prompt, reference
+from tests.chats import (
+    AT_EDGES,
+    BLOCK,
+    FAMILIES,
+    assert_sound,
+    fill,
+    generate,
+    given,
+    paged,
+    prompt,
+    reference,
+)
 from tests.models import cache_kwargs, shared_model
 
 
