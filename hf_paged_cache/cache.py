@@ -171,7 +171,7 @@ class PagedCache(DynamicCache):
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
         length: Any = super().get_seq_length(layer_idx)
         if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
-            return length  # type: ignore[return-value]
+            return length  # type: ignore[no-any-return]
         return compat.CachedLength(length)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:

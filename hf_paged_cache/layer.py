@@ -68,7 +68,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if torch.compiler.is_compiling():
             if state.can_be_static and state.would_be_static(key_states.device):
                 return self._update_compiled(key_states, value_states)
-            return self._update_between_graphs(key_states, value_states)
+            return self._update_between_graphs(key_states, value_states)  # type: ignore[no-any-return]
         if state.is_static and state.tokens[self.layer_idx] == state.step_end:
             state.pull()
         # What another cache shows of its layers has no storage that a kernel could read.

@@ -20,7 +20,6 @@ from tests.chats import (
 )
 from tests.models import cache_kwargs, shared_model
 
-
 CHATS = [("llama", size, size + past) for size in (16, 64) for past in (-1, 0, 1, size)] + [
     (name, BLOCK, BLOCK + 1) for name in FAMILIES
 ]
