@@ -198,6 +198,22 @@ class PagedCache(DynamicCache):
             layer.crop(-count)
         self._state.crop(count)
 
+    def activate_past_recording(self) -> None:
+        """Keep what window and recurrent layers would drop, until a `crop`, which can then roll back.
+
+        Raises:
+            CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
+                prompt then, after what is cached.
+        """
+        prompt, held = compat.drafts_feed_all_of(), self._state.step_end
+        if prompt is not None and held:
+            raise CacheMismatchError(
+                f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "
+                f"tokens after the {held} per row that the cache already holds. Pass only the ids that are "
+                "not cached, with the attention_mask of all; call `cache.reset()`; or go on without drafts"
+            )
+        super().activate_past_recording()  # type: ignore[no-untyped-call]  # the host's
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
         self._state.reorder(beam_idx.tolist())

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_paged_cache import PagedCache, disable
-from tests.models import PAD, VOCAB, cache_kwarg, shared_model
+from hf_paged_cache import CacheMismatchError, PagedCache, disable
+from tests.models import PAD, VOCAB, cache_kwarg, cache_kwargs, shared_model
 
 BLOCK = 16
 AT_EDGES = (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK)
@@ -44,6 +44,19 @@ def generate(model: Any, ids: torch.Tensor | None, cache: Any, new: int = 12, **
     return model.generate(**_options(ids, new, options), **given(cache))
 
 
+def generate_or_refuse(model: Any, ids: torch.Tensor, cache: PagedCache, **options: Any) -> Any:
+    """The same; None if the cache refuses, and is as it was.
+
+    For what older versions of the host hand over in a way that cannot be served.
+    """
+    held = cache.get_seq_length()
+    try:
+        return generate(model, ids, cache, **options)
+    except CacheMismatchError:
+        assert_sound(cache, held)
+        return None
+
+
 def reference(model: Any, ids: torch.Tensor | None, new: int = 12, **options: Any) -> Any:
     """The same from the unpatched model, with the cache that it makes itself."""
     disable(model)
@@ -60,3 +73,8 @@ def assert_sound(cache: PagedCache, tokens: int) -> None:
     """So many tokens in every row, and no block lost."""
     assert cache.get_seq_length() == tokens
     cache.check_integrity()
+
+
+def is_newest() -> bool:
+    """Whether the installed transformers is of the newer end of the supported range."""
+    return len(cache_kwargs()) > 1

@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import PagedCache, disable
-from tests.chats import BLOCK, FAMILIES, assert_sound, fill, generate, paged, prompt, reference
-from tests.models import ModelCase, assistant_for, by_name, shared_model
+from hf_paged_cache import CacheMismatchError, PagedCache, disable
+from tests.chats import (
+    BLOCK,
+    FAMILIES,
+    assert_sound,
+    fill,
+    generate,
+    generate_or_refuse,
+    is_newest,
+    paged,
+    prompt,
+    reference,
+)
+from tests.models import ModelCase, assistant_for, by_name, cache_kwarg, paged_cache, shared_model
 
 LOOKUP = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
 
@@ -48,6 +59,37 @@ def test_prompt_lookup_says_what_it_says_with_the_stock_cache(
     assert got.tolist() == want.tolist()
     assert any(before > after for before, after in crops)
     assert_sound(cache, got.shape[1] - 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
+def test_a_second_turn_with_drafts_is_right_for_new_ids_and_refused_for_all(name: str) -> None:
+    """Case 32. The host's assisted decoding feeds all ids that it gets after those that are cached."""
+    model, cache = shared_model(name), paged(name)
+    said = torch.cat((generate(model, _repeated(), cache, new=8), prompt(1, 5, seed=2)), dim=1)
+    want, held = reference(model, said), int(cache.get_seq_length())
+    PagedCache(model)
+    with pytest.raises(CacheMismatchError, match=rf"whole prompt of 33 tokens after the {held} per row"):
+        generate(model, said, cache, **LOOKUP)
+    assert_sound(cache, held)
+    got = generate_or_refuse(model, said[:, held:], cache, attention_mask=torch.ones_like(said), **LOOKUP)
+    assert got is not None or not is_newest()
+    if got is not None:
+        assert got[0].tolist() == want[0, held:].tolist()
+        assert_sound(cache, want.shape[1] - 1)
+    cache.reset()
+    assert generate(model, said, cache, **LOOKUP).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_second_turn_with_drafts_is_refused_for_the_decoder_of_a_pair(name: str) -> None:
+    """Case 32. The same through an `EncoderDecoderCache`."""
+    model, cache = shared_model(name), paged_cache(shared_model(name))
+    source = prompt(1, BLOCK + 1)
+    options = {"max_new_tokens": 8, "do_sample": False, cache_kwarg(): cache}
+    said = model.generate(source, **options)
+    longer = torch.cat((said, prompt(1, 3, seed=2)), dim=1)
+    with pytest.raises(CacheMismatchError, match="whole prompt of 12 tokens after the 8 per row"):
+        model.generate(source, decoder_input_ids=longer, **options, **LOOKUP)
 
 
 def _small_assistant() -> Any:
