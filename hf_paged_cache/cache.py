@@ -18,7 +18,7 @@ from .deprecated import DeprecatedReads
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .formats import DEFAULT_GROUP_SIZE
 from .kernels import dispatch
-from .layer import PagedLayer, PagedWindowLayer
+from .layer import PagedLayer, PagedWindowLayer, refuse_to_move
 from .precision import Precision
 from .spec import LayerSpec
 from .state import CacheState
@@ -124,6 +124,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         self._state = CacheState(settings, paged, compat.max_positions(config))
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
+        self._host_specs = {index: spec for index, spec in enumerate(specs) if index not in paged}
         self._state.hosts = self._host_layers()
         self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
         self._state.is_encoder_decoder = config.is_encoder_decoder
@@ -252,6 +253,22 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
             layer.crop(-count)
         state.crop(count)
 
+    def activate_past_recording(self) -> None:
+        """Keep what window and recurrent layers would drop, until a `crop`, which can then roll back.
+
+        Raises:
+            CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
+                prompt then, after what is cached.
+        """
+        prompt, held = compat.drafts_feed_all_of(), self._state.step_end
+        if prompt is not None and held:
+            raise CacheMismatchError(
+                f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "
+                f"tokens after the {held} per row that the cache already holds. Pass only the ids that are "
+                "not cached, with the attention_mask of all; call `cache.reset()`; or go on without drafts"
+            )
+        super().activate_past_recording()  # type: ignore[no-untyped-call]  # the host's
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
         self._state.take(None)
@@ -288,8 +305,19 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         self._state.reset()
         self._state.record_past = False
         self._state.broken = False
-        for layer in self._host_layers():
-            layer.reset()
+        # What the host's layers keep after a reset depends on its version: zeros of the old length, or of the
+        # old number of rows.
+        for index, spec in self._host_specs.items():
+            self.layers[index] = self._make_layer(index, *spec)
+        self._state.hosts = self._host_layers()
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
 
     @property
     def batch_size(self) -> int:

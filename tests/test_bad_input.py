@@ -414,12 +414,6 @@ def test_writing_through_a_view_is_refused() -> None:
     assert torch.equal(cache.layers[0].keys + 0, kv())
 
 
-@pytest.mark.parametrize("method", ["reset", "offload", "prefetch"])
-def test_row_operations_on_one_layer_are_refused(method: str) -> None:
-    with pytest.raises(PagedCacheError, match=rf"call `cache\.{method}"):
-        getattr(filled().layers[0], method)()
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
