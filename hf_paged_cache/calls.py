@@ -1,0 +1,137 @@
+"""Which call of a model is in progress, read from the Python stack.
+
+A cache is handed K and V layer by layer; nobody tells it when a forward begins or ends, whether it failed,
+or whether the caller asked for `use_cache=False`. The frames of the host's own functions say it all: a
+forward is in progress as long as its frame is on the stack of its thread. Where there are no such frames (a
+loop that calls `cache.update` itself) nothing is known, and the cache goes by the order of the layers.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+_GENERATION = "transformers.generation"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A frame of some thread; no reference to it, so that nothing is kept alive.
+
+    Attributes:
+        thread: Identifier of the thread.
+        frame: Identity of the frame, or None: the thread as a whole.
+        code: What runs in it. Identities are used again, hardly ever for the same function.
+    """
+
+    thread: int
+    frame: int | None
+    code: CodeType | None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it belongs to the thread that asks."""
+        return self.thread == threading.get_ident()
+
+    def is_running(self) -> bool:
+        """Whether the frame is on the stack of its thread; without a frame, whether the thread lives."""
+        # The own stack, without the lock that looking at others takes.
+        top = sys._getframe(1) if self.is_here else sys._current_frames().get(self.thread)
+        if self.frame is None or top is None:
+            return top is not None
+        frame: FrameType | None = top
+        while frame is not None:
+            if id(frame) == self.frame:
+                return frame.f_code is self.code
+            frame = frame.f_back
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """What the stack says of the call that brings K and V.
+
+    Attributes:
+        forward: The forward of the innermost model of the host; a place without a frame if there is none.
+        root: The outermost call of the host around it: `generate`, or the forward itself.
+        use_cache: What that forward was told; None if it does not say.
+        position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
+            it has none.
+        input_ids: `[batch, tokens]` as that forward has them; None if it was given embeddings.
+        is_generating: Whether `generate` is behind it.
+    """
+
+    forward: Place
+    root: Place
+    use_cache: bool | None
+    position_ids: torch.Tensor | None
+    input_ids: torch.Tensor | None
+    is_generating: bool
+
+
+_is_model_forward: dict[CodeType, bool] = {}
+
+
+def current() -> ModelCall:
+    """The call in progress in this thread."""
+    thread = threading.get_ident()
+    inner: FrameType | None = None
+    root: FrameType | None = None
+    is_generating = False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "forward" and _belongs_to_model(frame):
+            inner, root = inner or frame, frame
+        elif name == "generate" and _module_of(frame).startswith(_GENERATION):
+            root, is_generating = frame, True
+        frame = frame.f_back
+    told = {} if inner is None else inner.f_locals
+    use_cache = told.get("use_cache")
+    return ModelCall(
+        _place(thread, inner),
+        _place(thread, root),
+        use_cache if isinstance(use_cache, bool) else None,
+        _tensor_in(told, "position_ids"),
+        _tensor_in(told, "input_ids"),
+        is_generating,
+    )
+
+
+def is_generation(depth: int = 1) -> bool:
+    """Whether the function that is `depth` frames up from the caller belongs to the host's generation."""
+    return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
+
+
+def prompt_of(depth: int = 1) -> torch.Tensor | None:
+    """The `input_ids` `[batch, tokens]` of the function that is `depth` frames up; None if it has none."""
+    return _tensor_in(sys._getframe(depth + 1).f_locals, "input_ids")
+
+
+def _tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    value = names.get(name)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _belongs_to_model(frame: FrameType) -> bool:
+    code = frame.f_code
+    known = _is_model_forward.get(code)
+    if known is None:
+        owner: Any = frame.f_locals.get("self")
+        known = _is_model_forward[code] = isinstance(owner, PreTrainedModel)
+    return known
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _place(thread: int, frame: FrameType | None) -> Place:
+    return Place(thread, None if frame is None else id(frame), None if frame is None else frame.f_code)
