@@ -38,6 +38,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
         "index_topk": 2,
         "o_groups": 2,
+        "hc_sinkhorn_iters": 4,
         "head_dim": 32,
     },
     "doge": {"keep_window_size": 64},

@@ -36,7 +36,8 @@ def config(model_type: str) -> PreTrainedConfig:
     """The default config of a type, made tiny."""
     name = exceptions.CONFIG_CLASSES.get(model_type)
     config_class = CONFIG_MAPPING[model_type] if name is None else getattr(transformers, name)
-    return _Shrinking(config_class(**exceptions.DEFAULTS.get(model_type, {}))).tiny
+    arguments = copy.deepcopy(exceptions.DEFAULTS.get(model_type, {}))  # constructors take them apart
+    return _Shrinking(config_class(**arguments)).tiny
 
 
 class _Shrinking:
