@@ -295,7 +295,7 @@ def _is_servable(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> bool:
-    if query.dtype != stored.blocks.keys.dtype:
+    if query.dtype != stored.blocks.keys.dtype or query.shape[0] != stored.state.batch:
         return False
     if mask is not None and not (
         isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[3] == stored.end - stored.start
