@@ -126,6 +126,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
         self._state.hosts = self._host_layers()
         self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
+        self._state.is_encoder_decoder = config.is_encoder_decoder
         self._state.can_be_static = compile and not self._host_layers() and not config.is_encoder_decoder
         self._config = config
         self._model = None if model is None else weakref.ref(model)

@@ -113,6 +113,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "`cache.crop(...)` what differs, or `cache.reset()`"
             )
         state = self._state
+        state.has_masks = True
         self._settle()
         if state.is_static and state.batch:
             if torch.compiler.is_compiling():

@@ -56,6 +56,8 @@ class CacheState:
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
         has_host_states: Other layers of the cache keep recurrent states, which cannot be taken back.
         broken: A forward failed after such a state had moved on; only a reset helps.
+        is_encoder_decoder: The model has an encoder, so that this may be the cache of its cross-attention.
+        has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         hosts: The layers of the host's own classes in the cache, and such parts of layers.
@@ -74,6 +76,8 @@ class CacheState:
         self.record_past = False
         self.has_host_states = False
         self.broken = False
+        self.is_encoder_decoder = False
+        self.has_masks = False
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.has_open_step = False
@@ -140,7 +144,7 @@ class CacheState:
         if new_tokens == 0:
             raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
         self._check_in_step(layer_idx, start)
-        is_read_only = call is not None and call.use_cache is False
+        is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and start and call is not None and call.is_generating:
             self.give_back_rows()
             raise PagedCacheError(
@@ -187,6 +191,8 @@ class CacheState:
         forward = self._forward
         if not self._is_open or forward is None or forward.frame is None or forward.is_running():
             return
+        if self._is_cross:
+            return  # what is written is whole, and the host has noted which layers are
         if self._is_read_only or self._behind(self.step_end):
             self.abort_step()
         self._close_step()
@@ -372,6 +378,11 @@ class CacheState:
         assert self.history.count <= self.step_end, "ids are known of tokens that are not stored"
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def _is_cross(self) -> bool:
+        """Whether it holds the encoder's tokens, which come once and never change."""
+        return self.is_encoder_decoder and not self.has_masks
 
     def _behind(self, count: int) -> list[int]:
         """The layers that have not come as far as the last step.
