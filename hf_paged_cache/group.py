@@ -173,12 +173,6 @@ class LayerGroup:
     def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
         """Make room for new tokens of every row; the caller has seen that there is room."""
         self.bind_again()
-        self.bind_again()
-        self.bind_again()
-        self.bind_again()
-        self.bind_again()
-        self.bind_again()
-        self.bind_again()
         changed = [] if self.dense is None else self.dense.release_full(self.manager, new_tokens)
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history)
         assert reservation is not None, "room was checked for every group before any was reserved"
