@@ -77,7 +77,7 @@ class DenseModel:
 
     # --- what is done to the cache --------------------------------------------------------------------------
 
-    def begin(self, new_tokens: int) -> None:
+    def begin(self, new_tokens: int, *, keeps_history: bool = False) -> None:
         """A forward brings so many tokens: what it does to the history, whether or not it goes through."""
         start, size = self.tokens, self.layout.block_size
         last = (start + new_tokens - 1) // size
@@ -93,7 +93,7 @@ class DenseModel:
             assert window is not None
             kept = self.stored.setdefault(window, [])
             left = 0
-            if not self.record_past:
+            if not (self.record_past or keeps_history):
                 self._leave(window)
                 left = max(0, start + new_tokens - window + 1) // size
             kept += [column >= left for column in range(len(kept), last + 1)]

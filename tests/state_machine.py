@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from enum import Enum, auto
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, PreTrainedModel
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import (
@@ -39,11 +42,34 @@ MOST_CACHES, MOST_ROWS = 3, 6
 WHOLE_BLOCKS = {"int4", "int4_group", "int8_block"}
 FOUR_BIT_KEYS = {"int4", "int4_group"}
 
-COPIES: dict[str, Callable[[PagedCache], PagedCache]] = {"deepcopy": copy.deepcopy}
-"""Ways to make a second cache of one."""
 
-SHARING: frozenset[str] = frozenset()
-"""Those that leave both with one pool."""
+def _saved_and_loaded(one: PagedCache, make: Callable[[], PagedCache]) -> PagedCache:
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    twin = make()
+    twin.load_state_dict(torch.load(file, weights_only=True))
+    return twin
+
+
+COPIES: dict[str, Callable[[PagedCache, Callable[[], PagedCache]], PagedCache]] = {
+    "fork": lambda one, _: one.fork(),
+    "deepcopy": lambda one, _: copy.deepcopy(one),
+    "pickle": lambda one, _: pickle.loads(pickle.dumps(one)),
+    "save": _saved_and_loaded,
+}
+"""Ways to make a second cache of one; the last argument makes an empty one. A fork has the same pool."""
+
+
+class Feed(Enum):
+    """How a forward is made."""
+
+    BY_MODEL = auto()
+    IN_A_LOOP = auto()
+    """Of calls of `update`, so that nobody knows when it ends."""
+    SPREAD = auto()
+    """By a model, and one row becomes several."""
+
 
 few_tokens = st.integers(1, 3) | st.integers(1, 3) | st.integers(1, 40)
 prompt = st.integers(0, 90)
@@ -77,14 +103,46 @@ def model_config(kind: str) -> Any:
 WINDOWS: dict[str, tuple[int | None, ...]] = {"full": (None, None), "window": (24, 24), "mixed": (8, None, 8)}
 
 
+class Interrupted(Exception):
+    """What happens in the middle of a forward."""
+
+
+class Feeder(PreTrainedModel):
+    """Stands for a model: a cache looks for the frame of its forward to know whether that has ended."""
+
+    def __init__(self) -> None:  # it has no parts
+        pass
+
+    def forward(
+        self,
+        updates: Iterator[Any],
+        *,
+        use_cache: bool = True,
+        is_interrupted: bool = False,
+    ) -> list[Any]:
+        shown = list(updates)
+        if is_interrupted:
+            raise Interrupted
+        return shown
+
+
 @dataclass
 class Live:
-    """A cache, what it should hold, and a view of a layer that was taken earlier, with its content then."""
+    """A cache and what it should hold.
+
+    Attributes:
+        cache: The cache.
+        model: What it should hold.
+        store: The same object for caches that share a pool.
+        view: A view of a layer that was taken earlier, and what it showed then.
+        saved: A state dict that was taken earlier, and what the cache held then.
+    """
 
     cache: PagedCache
     model: DenseModel
     store: object
     view: tuple[torch.Tensor, torch.Tensor] | None = None
+    saved: tuple[dict[str, Any], DenseModel] | None = None
 
     @property
     def layers(self) -> range:
@@ -106,6 +164,7 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.live: list[Live] = []
         self.steps = 0
+        self.is_sound = True
 
     @initialize(
         kind=st.sampled_from(list(WINDOWS)),
@@ -135,7 +194,8 @@ class CacheMachine(RuleBasedStateMachine):
             bool(quantised & WHOLE_BLOCKS) if residual_blocks is None else residual_blocks,
             is_uneven,
         )
-        made = PagedCache(
+        self.make = partial(
+            PagedCache,
             model_config(kind),
             block_size=block_size,
             kv_cache_dtype=self.form,
@@ -147,44 +207,52 @@ class CacheMachine(RuleBasedStateMachine):
             key_error_guard="on" if is_uneven else "off",
         )
         self.dtype, self.max_tokens, self.is_uneven = dtype, max_tokens, is_uneven
-        self.live = [Live(made, DenseModel(layout), object())]
+        self.live = [Live(self.make(), DenseModel(layout), object())]
         self.feed(self.live[0], tokens, rows)
 
     # --- forwards -------------------------------------------------------------------------------------------
 
-    @rule(which=which_cache, tokens=few_tokens, rows=some_rows, looked_at=some_layer)
-    def update(self, which, tokens, rows, looked_at) -> None:
-        self.feed(self.chosen(which), tokens, rows, looked_at)
+    @rule(which=which_cache, tokens=few_tokens, rows=some_rows, how=st.sampled_from(Feed), looked_at=some_layer)
+    def update(self, which, tokens, rows, how, looked_at) -> None:
+        self.feed(self.chosen(which), tokens, rows, how, looked_at)
 
-    @rule(which=which_cache, rows=some_rows)
-    def decode(self, which, rows) -> None:
-        self.feed(self.chosen(which), 1, rows)
+    @rule(which=which_cache, rows=some_rows, looked_at=some_layer)
+    def decode(self, which, rows, looked_at) -> None:
+        self.feed(self.chosen(which), 1, rows, looked_at=looked_at)
 
-    @rule(which=which_cache, tokens=prompt, rows=some_rows)
-    def extend(self, which, tokens, rows) -> None:
+    @rule(which=which_cache, tokens=prompt, rows=some_rows, how=st.sampled_from(Feed))
+    def extend(self, which, tokens, rows, how) -> None:
         """A longer part of a prompt."""
-        self.feed(self.chosen(which), max(1, tokens), rows)
+        self.feed(self.chosen(which), max(1, tokens), rows, how)
 
     @rule(
-        which=which_cache, tokens=few_tokens, rows=some_rows, reached=some_layer, at_once=st.booleans()
-    )
-    def abort(self, which, tokens, rows, reached, at_once) -> None:
-        """A forward fails when some layers have been updated."""
+        which=which_cache, tokens=few_tokens, rows=some_rows, how=st.sampled_from(Feed), reached=some_layer,
+        ending=st.sampled_from(["forward", "again", "by hand", "read only"]),
+    )  # fmt: skip
+    def abort(self, which, tokens, rows, how, reached, ending) -> None:
+        """A forward fails when some layers have been updated, or was only to read."""
         one = self.chosen(which)
-        keys, values = self.fresh(one, tokens, rows)
+        keys, values = self.fresh(one, tokens, rows, how)
         reached = 1 + reached % (len(one.layers) - 1)
-        with self.room_for(one, tokens, rows) as has_room:
-            for layer in range(reached):
-                one.cache.update(keys[layer], values[layer], layer)
-        if has_room:
-            if at_once:
-                take_back(one.cache)
+        only_reads = ending == "read only"
+        updates = self.updates(one, keys, values, one.layers if only_reads else range(reached))
+        with self.room_for(one, tokens, keys.shape[1]) as has_room:
+            if only_reads:
+                Feeder().forward(updates, use_cache=False)
+            elif ending == "forward":
+                with pytest.raises(Interrupted):
+                    Feeder().forward(updates, is_interrupted=True)
             else:
+                list(updates)
+        if has_room:
+            if ending == "again":
                 with pytest.raises(CacheMismatchError, match="interrupted: it is taken back"):
                     one.cache.update(keys[0], values[0], 0)
-            one.model.begin(tokens)
+            elif ending == "by hand":
+                one.cache._state.abort_step()
+            one.model.begin(tokens, keeps_history=only_reads)
             one.model.take_back()
-        self.touch("abort", one)
+        self.touch(f"abort: {ending}", one)
 
     @rule(
         which=which_cache, rows=some_rows, reached=some_layer, tokens=few_tokens,
@@ -197,22 +265,24 @@ class CacheMachine(RuleBasedStateMachine):
         keys, values = self.fresh(one, tokens, rows)
         if fault == "nan" and one.model.layout.formats[reached] is None:
             fault = "dtype"
-        if (fault == "rows" and not one.model.batch and not reached) or (
+        if (fault == "rows" and one.model.batch < 2 and not reached) or (
             fault == "heads" and not one.cache.layers[reached].is_initialized
         ):
-            fault = "lengths"  # of a first layer nothing is known yet
-        bad_keys, bad_values = spoilt(keys[reached], values[reached], fault)
+            fault = "lengths"  # of a first layer nothing is known yet, and one row can become many
+        bad = spoilt(keys[reached], values[reached], fault)
         error = UnstorableValueError if fault == "nan" else CacheMismatchError
-        with self.room_for(one, tokens, rows) as has_room:
-            for layer in range(reached):
-                one.cache.update(keys[layer], values[layer], layer)
+
+        def updates() -> Iterator[Any]:
+            yield from self.updates(one, keys, values, range(reached))
             with pytest.raises(error):
-                one.cache.update(bad_keys, bad_values, reached)
+                one.cache.update(*bad, reached)
+            raise Interrupted
+
+        with self.room_for(one, tokens, rows) as has_room, pytest.raises((Interrupted, PoolExhausted)):
+            Feeder().forward(updates())
         if has_room and (reached or fault == "nan"):
             one.model.begin(tokens)
             one.model.take_back()
-            if fault == "none":
-                take_back(one.cache)
         self.touch("spoil", one)
 
     # --- between forwards -----------------------------------------------------------------------------------
@@ -294,15 +364,31 @@ class CacheMachine(RuleBasedStateMachine):
 
     # --- several caches -------------------------------------------------------------------------------------
 
-    @rule(which=which_cache, kind=st.sampled_from(sorted(COPIES)))
+    @rule(which=which_cache, kind=st.sampled_from(["fork", "fork", *COPIES]))
     def twin(self, which, kind) -> None:
         """A copy that goes its own way; where there are many, in the place of the last."""
         one = self.chosen(which)
-        store = one.store if kind in SHARING else object()
-        other = Live(COPIES[kind](one.cache), one.model.copy(), store)
+        store = one.store if kind == "fork" else object()
+        other = Live(COPIES[kind](one.cache, self.make), one.model.copy(), store)
         del self.live[MOST_CACHES - 1 :]
         self.live.append(other)
         self.touch(kind, other)
+
+    @rule(which=which_cache)
+    def rewind(self, which) -> None:
+        """Go back to what was saved; the first time, save."""
+        one = self.chosen(which)
+        if one.saved is None:
+            one.saved = one.cache.state_dict(), one.model.copy()
+        else:
+            saved, model = one.saved
+            one.model.reset()
+            with self.room_for(one, model.tokens, model.batch) as has_room:
+                one.cache.load_state_dict(saved)
+            if has_room:
+                one.model = model.copy()
+            one.model.record_past = model.record_past
+        self.touch("rewind", one)
 
     @precondition(lambda self: len(self.live) > 1)
     @rule(which=which_cache)
@@ -321,47 +407,67 @@ class CacheMachine(RuleBasedStateMachine):
                 assert torch.equal(view, content)
             except StaleViewError:
                 self.executed["stale view"] += 1
-        layer %= len(one.layers)
-        keys = one.cache.layers[layer].keys
+        layer, state = layer % len(one.layers), one.cache._state
         one.view = None
-        if keys is not None and one.model.layout.formats[layer] is None:
-            one.view = keys, one.model.visible(layer)[0].clone()
+        if one.model.batch and one.model.layout.formats[layer] is None:
+            first = one.model.first_visible(layer, one.model.tokens)
+            # Another one than `layer.keys`, which would be made dense by whoever reads those next.
+            stored = StoredKV(state, state.blocks[layer], layer, first, one.model.tokens)
+            one.view = stored.views()[0], one.model.visible(layer)[0].clone()
         self.touch("read_later", one)
 
     # --- what rules share -----------------------------------------------------------------------------------
 
-    def feed(self, one: Live, tokens: int, rows: int, looked_at: int = 0) -> None:
+    def feed(
+        self, one: Live, tokens: int, rows: int, how: Feed = Feed.BY_MODEL, looked_at: int = 0
+    ) -> None:
         """A forward of so many tokens, or none; `rows` counts where there are none yet."""
         if not tokens:
             return
-        keys, values = self.fresh(one, tokens, rows)
-        shown: Any = None
-        with self.room_for(one, tokens, rows) as has_room:
-            one.cache.update(keys[0], values[0], 0)
+        keys, values = self.fresh(one, tokens, rows, how)
+        batch = keys.shape[1]
+        shown: list[Any] = []
+        with self.room_for(one, tokens, batch) as has_room:
+            updates = self.updates(one, keys, values, one.layers, looked_at % len(one.layers))
+            shown = list(updates) if how is Feed.IN_A_LOOP else Feeder().forward(updates)
         if not has_room:
             self.touch("no room", one)
             if not one.model.batch and rows > 1:
                 self.feed(one, 1 + tokens // 2, 1)
             return
-        one.model.begin(tokens)
-        for layer in one.layers[1:]:
-            views = one.cache.update(keys[layer], values[layer], layer)
-            if layer == looked_at % len(one.layers):
-                shown = layer, [view.clone() for view in views]
         history = one.model.tokens
+        if batch != one.model.batch:
+            one.model.reorder([0] * batch)
+        one.model.begin(tokens)
         one.model.write(keys, values)
         self.touch("update", one)
-        if shown is not None:
-            self.check_shown(one, *shown, (keys, values), history)
+        layer = looked_at % len(one.layers)
+        first = one.model.first_visible(layer, history)
+        for got, side, new in zip(shown[layer], one.model.sides, (keys, values), strict=True):
+            # The history that the first new query sees, and new tokens as they came.
+            assert torch.equal(got, torch.cat((side[layer][:, :, first:history], new[layer]), 2))
+
+    def updates(
+        self, one: Live, keys: torch.Tensor, values: torch.Tensor, layers: range, looked_at: int | None = None
+    ) -> Iterator[Any]:
+        """Update layers one after the other, and look at once at what one of them shows."""
+        for layer in layers:
+            shown = one.cache.update(keys[layer], values[layer], layer)
+            yield [view.clone() for view in shown] if layer == looked_at else None
 
     # --- after every step -----------------------------------------------------------------------------------
 
     def chosen(self, which: int) -> Live:
         return self.live[which % len(self.live)]
 
-    def fresh(self, one: Live, tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def fresh(
+        self, one: Live, tokens: int, rows: int, how: Feed = Feed.BY_MODEL
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """New K and V for all layers, `[layers, rows, kv_heads, tokens, head_dim]`, as a model lays them out."""
-        shape = len(one.layers), one.model.batch or rows, tokens, KV_HEADS, HEAD_DIM
+        batch = one.model.batch
+        if not batch or (batch == 1 and how is Feed.SPREAD):
+            batch = rows
+        shape = len(one.layers), batch, tokens, KV_HEADS, HEAD_DIM
         count = shape[0] * shape[1] * shape[2] * KV_HEADS * HEAD_DIM
         sides = []
         for side in range(2):
@@ -390,8 +496,10 @@ class CacheMachine(RuleBasedStateMachine):
         size, needed = one.model.layout.block_size, 0
         for other in self.live:
             if other.store is one.store:
-                batch = other.model.batch or (rows if other is one else 0)
-                needed += batch * -(-(other.model.tokens + (tokens if other is one else 0)) // size)
+                batch, length = other.model.batch, other.model.tokens
+                if other is one:
+                    batch, length = max(rows, batch), length + tokens
+                needed += batch * -(-length // size)
         return needed <= self.max_tokens // size
 
     def touch(self, name: str, one: Live) -> None:
@@ -402,6 +510,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check(self, touched: Live | None = None) -> None:
         """The cache that was touched is compared whole, of the others a layer in turn."""
+        self.is_sound = False
         for one in self.live:
             one.cache.check_integrity()
             stats, model = one.cache.stats(), one.model
@@ -414,6 +523,7 @@ class CacheMachine(RuleBasedStateMachine):
             if not model.batch:
                 assert stats.used_blocks == 0 or one.store in [x.store for x in self.live if x is not one]
                 assert all(layer.keys is None and layer.values is None for layer in one.cache.layers)
+        self.is_sound = True
 
     def check_layer(self, one: Live, layer: int) -> None:
         held = one.cache.layers[layer]
@@ -428,27 +538,21 @@ class CacheMachine(RuleBasedStateMachine):
         for got, want in zip((keys, values), one.model.visible(layer), strict=True):
             assert torch.equal(got.dense(), want)
 
-    def check_shown(self, one: Live, layer: int, shown: Any, fresh: Any, history: int) -> None:
-        """What `update` returned: the history that the first new query sees, and new tokens as they came."""
-        first = one.model.first_visible(layer, history)
-        for got, side, new in zip(shown, one.model.sides, fresh, strict=True):
-            assert torch.equal(got, torch.cat((side[layer][:, :, first:history], new[layer]), 2))
-
     def teardown(self) -> None:
-        """The last cache of a pool gives all blocks back."""
-        stores = {id(one.store): one for one in self.live}
+        """When the last cache of a pool is gone, all blocks are there again."""
+        sections = [group.section for one in self.live for group in one.cache._state.groups]
         self.live = []
-        if any(one.cache.stats().used_blocks and SHARING for one in stores.values()):
+        if not self.is_sound:
+            return  # a failure holds caches alive
+        for _ in range(2):
+            for section in sections:
+                section.collect()
+            if not any(section.blocks.num_referenced for section in sections):
+                break
             gc.collect()
-        for one in stores.values():
-            one.cache.reset()
-            one.cache.check_integrity()
-            assert one.cache.stats().used_blocks == 0
-
-
-def take_back(cache: PagedCache) -> None:
-    """Undo a forward that was interrupted."""
-    cache._state.abort_step()
+        for section in sections:
+            section.blocks.check_integrity([])
+            assert section.blocks.num_free == section.blocks.num_blocks
 
 
 def spoilt(keys: torch.Tensor, values: torch.Tensor, fault: str) -> tuple[torch.Tensor, torch.Tensor]:
