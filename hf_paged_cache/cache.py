@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache
@@ -13,18 +15,20 @@ from . import compat
 from .attention import activate, watch
 from .compound import PagedHybridLayer, PagedHybridWindowLayer, PagedIndexedLayer
 from .config import PagedCacheConfig
+from .deprecated import DeprecatedReads
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .formats import DEFAULT_GROUP_SIZE
 from .hosts import HostContract, HostParts
 from .kernels import dispatch
-from .layer import PagedLayer, PagedWindowLayer
+from .layer import PagedLayer, PagedWindowLayer, refuse_to_move
 from .precision import Precision
 from .spec import LayerSpec
 from .state import CacheState
 from .stats import CacheStats, MemoryFootprint
+from .tools import CacheTools
 
 
-class PagedCache(HostContract):
+class PagedCache(CacheTools, DeprecatedReads, HostContract):
     """A KV cache in fixed-size blocks of a preallocated pool, for `generate` and plain forwards.
 
     ```python
@@ -127,8 +131,10 @@ class PagedCache(HostContract):
         )
         self._state.chunk_fault = compat.chunk_fault(config)
         self._state.has_outside_state = compat.has_outside_state(config)
+        self._state.is_encoder_decoder = config.is_encoder_decoder
         is_all_paged = len(paged) == len(specs) and not self._hosts
         self._state.can_be_static = compile and is_all_paged and not config.is_encoder_decoder
+        self._config = config
         self._model = None if model is None else weakref.ref(model)
         activate(config_or_model)
         self._state.is_attended = watch(config_or_model)
@@ -179,19 +185,59 @@ class PagedCache(HostContract):
             )
         if self._hosts:
             self._hosts.enter(("kv", layer_idx))
-        keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        self._spread_rows(key_states.shape[0])
+        try:
+            keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        except BaseException:
+            if not self._state.is_open and self._state.give_back_rows():
+                self._hosts.select([0])
+            raise
         return keys, values
+
+    def _spread_rows(self, rows: int) -> None:
+        """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
+        if self._num_rows != 1 or rows == 1 or torch.compiler.is_compiling():
+            return
+        self._state.take(None)
+        if self._num_rows == 1 and not self._state.is_open and not self._state.is_static:
+            self._state.spread_rows(rows)
+            self._hosts.select([0] * rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
         if self._hosts:
             self._hosts.enter()
         length: Any = super().get_seq_length(layer_idx)
-        if isinstance(length, torch.Tensor):
-            return length  # type: ignore[return-value]  # as static layers of the host do
-        length = compat.CachedLength(length)
-        length.note = self._state.chunk_fault
-        return length  # type: ignore[no-any-return]
+        if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
+            return length  # type: ignore[no-any-return]
+        return compat.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
+
+    def _meet_prompt(self, tokens: int, ids: torch.Tensor | None) -> int:
+        """How many of the tokens of a prompt are left to feed.
+
+        A prompt that is all cached has its last token computed again. Raises CacheMismatchError if it is
+        shorter than what is cached, or another text.
+        """
+        state, held = self._settled("generate"), self._num_tokens
+        if tokens < held:
+            note = "" if state.chunk_fault is None else f". And {state.chunk_fault}"
+            raise CacheMismatchError(
+                f"the prompt has {tokens} tokens, but the cache already holds {held} per row. Pass the whole "
+                "conversation, longer than what is cached; `cache.truncate_to(input_ids)` keeps what an "
+                f"edited conversation shares with the cached one, `cache.reset()` starts anew{note}"
+            )
+        if ids is not None and ids.shape[1] == tokens:
+            state.history.check_prompt(ids)
+        if tokens == held and held:
+            try:
+                self.crop(-1)
+            except (PagedCacheError, RuntimeError) as error:
+                raise CacheMismatchError(
+                    f"the prompt has {tokens} tokens and all of them are cached, so that the last one would "
+                    f"have to be taken back and fed again, but: {error}"
+                ) from error
+            return 1
+        return tokens - held
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that the next forward of `query_length` tokens will attend.
@@ -222,15 +268,30 @@ class PagedCache(HostContract):
         Raises:
             PagedCacheError: A window layer no longer holds what the shorter length needs.
         """
-        self._state.pull()
-        self._hosts.settle()
+        state = self._settled("crop")
         tokens = self._num_tokens
         count = compat.tokens_to_remove(tokens_to_remove, tokens)
         is_all = count >= tokens > 0
-        self._state.check_crop(count)
+        state.check_crop(count)
         self._hosts.check_crop(count, is_all=is_all)
         self._hosts.crop(count, is_all=is_all)
-        self._state.crop(count)
+        state.crop(count)
+
+    def activate_past_recording(self) -> None:
+        """Keep what window and recurrent layers would drop, until a `crop`, which can then roll back.
+
+        Raises:
+            CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
+                prompt then, after what is cached.
+        """
+        prompt, held = compat.drafts_feed_all_of(), self._num_tokens
+        if prompt is not None and held:
+            raise CacheMismatchError(
+                f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "
+                f"tokens after the {held} per row that the cache already holds. Pass only the ids that are "
+                "not cached, with the attention_mask of all; call `cache.reset()`; or go on without drafts"
+            )
+        super().activate_past_recording()  # type: ignore[no-untyped-call]  # the host's
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
@@ -240,10 +301,12 @@ class PagedCache(HostContract):
         """Give every row `repeats` copies beside each other, by reference."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise PagedCacheError(f"repeats must be a positive number of copies per row, got {repeats!r}")
+        self._settled("batch_repeat_interleave")
         self._take_rows([row for row in range(self._num_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
+        self._settled("batch_select_indices")
         chosen = torch.as_tensor(indices)
         if chosen.dtype == torch.bool and self._num_rows not in (0, chosen.numel()):
             raise PagedCacheError(
@@ -255,13 +318,23 @@ class PagedCache(HostContract):
 
     def reset(self) -> None:
         """Forget everything; pools stay allocated, and the next batch may have another size."""
+        self._state.check_thread()
         self._state.reset()
         self._state.record_past = False
         self._hosts.reset()
 
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
+
     @property
     def batch_size(self) -> int:
         """Rows held, or -1 before the first update."""
+        self._state.settle()
         return self._num_rows or -1
 
     @property
@@ -280,7 +353,7 @@ class PagedCache(HostContract):
     def __repr__(self) -> str:
         stats, state = self.stats(), self._state
         return (
-            f"PagedCache({len(self.layers)} layers, {stats.batch} rows x {stats.tokens} tokens, "
+            f"{type(self).__name__}({len(self.layers)} layers, {stats.batch} rows x {stats.tokens} tokens, "
             f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_size}, "
             f"{state.config.kv_cache_dtype})"
         )
@@ -288,8 +361,10 @@ class PagedCache(HostContract):
     # --- what a user asks -----------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """Counts of rows, tokens and blocks."""
+        """Counts of rows, tokens and blocks; of all caches that share the blocks, if this one was forked."""
+        self._state.settle()
         self._state.pull()
+        self._state.layer_groups.collect()
         groups = self._state.groups
         pools = [group.manager.pool for group in groups]
         return CacheStats(
@@ -317,8 +392,37 @@ class PagedCache(HostContract):
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost, or counts, tables and layers disagree."""
+        self._state.settle()
         self._state.pull()
         self._state.check_integrity()
+
+    # --- copies ---------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same contents in blocks of its own."""
+        self._settled("deepcopy")
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo) if name != "_config" else value)
+        twin._state.forget_user()
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """As the config, the settings and `state_dict()`; the model is not part of it."""
+        settings = {field.name: getattr(self._state.config, field.name) for field in fields(PagedCacheConfig)}
+        return _unpickle, (type(self), self._config, settings, self.state_dict())
+
+    def _with_state(self, state: CacheState) -> Self:
+        memo: dict[int, Any] = {id(self._state): state}
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        twin._state = state
+        twin.layers = [
+            layer.of_fork(state, memo) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
+            for layer in self.layers
+        ]
+        twin._hosts = copy.deepcopy(self._hosts, memo)
+        return twin
 
     def _paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
@@ -333,12 +437,20 @@ class PagedCache(HostContract):
 
     def _take_rows(self, row_indices: list[int]) -> None:
         """Make the rows copies of the given old rows, everywhere."""
-        self._hosts.settle()
+        self._settled("moving rows")
         batch = self._num_rows
         rows = self._state.checked_rows(row_indices, batch) if batch else []
         self._state.reorder(row_indices)
         if rows:
             self._hosts.select(rows)
+
+
+def _unpickle(
+    kind: type[PagedCache], config: object, settings: dict[str, Any], state_dict: dict[str, Any]
+) -> PagedCache:
+    cache = kind(config, **settings)
+    cache.load_state_dict(state_dict)
+    return cache
 
 
 def _check_layers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -67,6 +68,7 @@ class ModelCall:
         use_cache: What that forward was told; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
             it has none.
+        input_ids: `[batch, tokens]` as that forward has them; None if it was given embeddings.
         is_generating: Whether `generate` is behind it.
     """
 
@@ -74,6 +76,7 @@ class ModelCall:
     root: Place
     use_cache: bool | None
     position_ids: torch.Tensor | None
+    input_ids: torch.Tensor | None
     is_generating: bool
 
 
@@ -95,26 +98,30 @@ def current() -> ModelCall:
             root, is_generating = frame, True
         frame = frame.f_back
     told = {} if inner is None else inner.f_locals
-    use_cache, positions = told.get("use_cache"), told.get("position_ids")
+    use_cache = told.get("use_cache")
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         use_cache if isinstance(use_cache, bool) else None,
-        positions if isinstance(positions, torch.Tensor) else None,
+        _tensor_in(told, "position_ids"),
+        _tensor_in(told, "input_ids"),
         is_generating,
     )
 
 
-def prompt_of(depth: int = 1) -> torch.Tensor | None:
-    """The `input_ids` `[batch, tokens]` of the function of the host's generation that is `depth` frames up.
+def is_generation(depth: int = 1) -> bool:
+    """Whether the function that is `depth` frames up from the caller belongs to the host's generation."""
+    return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
 
-    None if that is another function, or has none.
-    """
-    frame = sys._getframe(depth + 1)
-    if not _module_of(frame).startswith(_GENERATION):
-        return None
-    ids = frame.f_locals.get("input_ids")
-    return ids if isinstance(ids, torch.Tensor) else None
+
+def prompt_of(depth: int = 1) -> torch.Tensor | None:
+    """The `input_ids` `[batch, tokens]` of the function that is `depth` frames up; None if it has none."""
+    return _tensor_in(sys._getframe(depth + 1).f_locals, "input_ids")
+
+
+def _tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    value = names.get(name)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _belongs_to_model(frame: FrameType) -> bool:

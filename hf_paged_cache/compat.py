@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -28,6 +31,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from . import calls
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .spec import LayerSpec
 
@@ -266,31 +270,66 @@ def _int_of(config: PreTrainedConfig, *names: str) -> int | None:
 
 
 class CachedLength(int):
-    """A cache's length, which refuses to let `generate` slice a prompt by a negative number.
+    """A cache's length, which looks at what `generate` is about to slice from a prompt.
 
     `generate` feeds the last `prompt length - cached length` tokens of a prompt. When the cache holds as many
     tokens as the prompt has, or more, that number is not positive, and as a Python slice it silently picks
-    wrong tokens.
+    wrong tokens; and nothing says that the prompt begins with what is cached.
 
     Attributes:
-        note: What else to say of the model.
+        meet: Given the tokens of a prompt and its ids, if there are any: how many to feed.
     """
 
-    note: str | None = None
+    meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None], int]]
+
+    def __new__(
+        cls, tokens: int, meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None], int]]
+    ) -> CachedLength:
+        """A length of so many tokens."""
+        length = super().__new__(cls, tokens)
+        length.meet = meet
+        return length
 
     def __rsub__(self, other: int) -> int:
-        rest = int(other) - int(self)
-        if rest <= 0 and sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.generation"):
-            raise CacheMismatchError(
-                f"the prompt has {int(other)} tokens, but the cache already holds {int(self)} per row, so no "
-                "new token is left to feed. Pass the whole conversation, longer than what is cached; "
-                "`cache.crop(...)` what differs (at least the last token, to recompute it), or "
-                "`cache.reset()`" + (f". And {self.note}" if self.note else "")
-            )
-        return rest
+        meet = self.meet()
+        if meet is None or not calls.is_generation(depth=1):
+            return int(other) - int(self)
+        return meet(int(other), calls.prompt_of(depth=1))
 
     def __hash__(self) -> int:
         return int.__hash__(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+def drafts_feed_all_of(depth: int = 1) -> int | None:
+    """Tokens of the whole prompt, if the function `depth` frames up is the host's assisted decoding.
+
+    Its first forward feeds all ids that it was given, whatever the cache holds. That is right for new ids
+    alone, which come with a longer mask; then, and for any other function, the answer is None.
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)
+    if frame is not None and isinstance(frame.f_locals.get("self"), EncoderDecoderCache):
+        frame = frame.f_back
+    if (
+        frame is None
+        or frame.f_code.co_name != "_assisted_decoding"
+        or not frame.f_globals.get("__name__", "").startswith("transformers.generation")
+    ):
+        return None
+    ids, given = frame.f_locals.get("input_ids"), frame.f_locals.get("model_kwargs", {})
+    name = "attention_mask" if given.get("encoder_outputs") is None else "decoder_attention_mask"
+    mask = given.get(name)
+    if not isinstance(ids, torch.Tensor):
+        return None
+    tokens = int(ids.shape[1])
+    masked = (
+        mask.shape[1]
+        if isinstance(mask, torch.Tensor)
+        else getattr(frame.f_locals.get("generation_config"), "_mask_length", tokens)
+    )
+    return tokens if masked == tokens else None
 
 
 def tokens_to_remove(argument: int, length: int) -> int:
@@ -307,6 +346,26 @@ def tokens_to_remove(argument: int, length: int) -> int:
     raise PagedCacheError(
         f"crop takes minus the number of tokens to remove, got {argument}; "
         f"to keep {argument} of {length} tokens: `cache.crop({min(0, argument - length)})`"
+    )
+
+
+_POSITION_FREE = ("bloom", "mpt", "t5", "mt5", "umt5", "switch_transformers", "longt5")
+
+
+def why_keys_have_positions(config: PreTrainedConfig) -> str | None:
+    """None if the cached K of a model do not depend on their positions, otherwise a sentence."""
+    decoder = config.get_text_config(decoder=True)
+    has_alibi = getattr(decoder, "alibi", False)
+    attention = getattr(decoder, "attn_config", None)
+    if decoder.model_type == "mpt" and not getattr(attention, "alibi", True):
+        has_alibi, is_free = False, False
+    else:
+        is_free = decoder.model_type in _POSITION_FREE
+    if has_alibi or is_free:
+        return None
+    return (
+        f"keys of a {decoder.model_type!r} model carry their positions, and those behind the gap would keep "
+        "theirs while new tokens are counted without it"
     )
 
 

@@ -46,6 +46,11 @@ class HostParts:
         return bool(self._parts)
 
     @property
+    def parts(self) -> list[Any]:
+        """The objects, in the order of their layers."""
+        return list(self._parts.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(_bytes_of(vars(part)) for part in self._parts.values())
@@ -203,6 +208,10 @@ class HostContract(DynamicCache):
     _hosts: HostParts
     _state: CacheState
 
+    def _spread_rows(self, rows: int) -> None:
+        """Let one cached row go on as several, if that is what the tensors of so many rows mean."""
+        raise AssertionError("a cache says itself how its rows are spread")
+
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
@@ -212,6 +221,7 @@ class HostContract(DynamicCache):
             CacheMismatchError: The model cannot take so many new tokens after a history.
         """
         self._hosts.enter(("conv", layer_idx, state_idx))
+        self._spread_rows(conv_states.shape[0])
         if self._state.chunk_fault is not None:
             is_warm = self.has_previous_state(layer_idx, state_idx)
             self._state.check_chunk(conv_states.shape[-1], is_warm=is_warm)
@@ -224,6 +234,7 @@ class HostContract(DynamicCache):
     ) -> torch.Tensor:
         """Replace a recurrent state `[batch, ...]`; return it."""
         self._hosts.enter(("recurrent", layer_idx, state_idx))
+        self._spread_rows(recurrent_states.shape[0])
         states: torch.Tensor = super().update_recurrent_state(
             recurrent_states, layer_idx, state_idx, **kwargs
         )
@@ -232,6 +243,7 @@ class HostContract(DynamicCache):
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append indexer keys `[batch, tokens, index_head_dim]`; return all of them."""
         self._hosts.enter(("indexer", layer_idx))
+        self._spread_rows(indexer_key_states.shape[0])
         keys: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
         return keys
 

@@ -8,16 +8,20 @@ opens the step: blocks are reserved in every group, or nothing happens at all. T
 step_end  ─ written   written   ·           <- tokens [step_start, step_end) are reserved everywhere
 step_start─ written   written   written
 ```
+
+A step is over when all layers have joined. One that stays open after its forward has ended (an exception, or
+`use_cache=False`) is taken back by whoever looks next.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
 
-from . import static
-from .capacity import Capacity
+from . import calls, static
+from .calls import ModelCall, Place
 from .config import PagedCacheConfig
 from .errors import (
     CacheMismatchError,
@@ -27,13 +31,16 @@ from .errors import (
     UnstorableValueError,
 )
 from .group import LayerGroup
-from .guard import KeyErrorGuard
+from .groups import LayerGroups
+from .history import TokenHistory
 from .kernels.problem import LayerBlocks
-from .kv_pool import PoolShape
-from .precision import Precision
 from .spec import LayerSpec
-from .static import StaticGroup
 from .undo import Undo
+
+_NO_NEW_TOKENS = (
+    "layer {layer}: no new tokens. The cache already holds {held} tokens per row, and the prompt has no more "
+    "than that; pass a longer prompt, `cache.crop(...)` what differs, or `cache.reset()`"
+)
 
 
 class CacheState:
@@ -45,18 +52,17 @@ class CacheState:
         tokens: Layer index -> tokens that this layer holds of every row, in the order of writing.
         step_start: Tokens stored before the step in progress (or the last one).
         step_end: Tokens stored when that step is complete.
+        history: Ids of the stored tokens, as far as they are known.
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
+        is_encoder_decoder: The model has an encoder, so that this may be the cache of its cross-attention.
+        has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
         undo: What a step in progress has changed outside the blocks.
         has_outside_state: The model keeps a recurrent state in itself, where nobody can take it back.
         is_lost: A forward failed after such a state had moved on; only a reset helps.
         chunk_fault: Why the model cannot take several new tokens at once after a history; None if it can.
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
-        is_static: Whether steps can be compiled: every row has its blocks from the start. Then `tokens`,
-            `step_start` and `step_end` are what they were at the last `pull`.
         has_open_step: Some layer of static rows has yet to join the step in progress.
-        blocks: Layer index -> where its K and V lie; filled as layers get their first.
-        precision: How layers are stored; settled when rows begin.
     """
 
     def __init__(
@@ -67,40 +73,57 @@ class CacheState:
         self.tokens = dict.fromkeys(specs, 0)
         self.step_start = 0
         self.step_end = 0
+        self.history = TokenHistory()
         self.record_past = False
+        self.is_encoder_decoder = False
+        self.has_masks = False
         self.undo = Undo()
         self.chunk_fault: str | None = None
         self.has_outside_state = False
         self.is_lost = False
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
-        self.is_static = False
         self.has_open_step = False
-        self._specs = specs
-        self._capacity = Capacity(config, specs, max_positions)
+        self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
-        self._groups: dict[int | None, LayerGroup] = {}
-        # After the groups, so that a deep copy finds the copies that they have made.
-        self.blocks: dict[int, LayerBlocks] = {}
-        self.precision = Precision.of(config, specs, 0)
-        guard = config.key_error_guard
-        self._guard = None if guard == "off" else KeyErrorGuard(raises=guard == "error")
+        self._is_open = False  # a step is in progress
+        self._missing = 0  # layers that have yet to join it
+        self._is_twin: list[bool] = []  # row i + 1 of a prompt is so far the same as row i
+        self._rows_before: int | None = None  # rows before the step spread them over more
+        self._forward: Place | None = None  # that opened it, if known
+        self._user: Place | None = None  # the call of the host that has used the cache last
+        self._is_read_only = False
 
     @property
     def groups(self) -> list[LayerGroup]:
         """The groups, in the order of their first layers; empty before the first update."""
-        return list(self._groups.values())
+        return self._groups.all
+
+    @property
+    def blocks(self) -> dict[int, LayerBlocks]:
+        """Layer index -> where its K and V lie; filled as layers get their first."""
+        return self._groups.blocks
+
+    @property
+    def is_static(self) -> bool:
+        """Whether steps can be compiled: every row has its blocks from the start.
+
+        Then `tokens`, `step_start` and `step_end` are what they were at the last `pull`.
+        """
+        return self._groups.is_static
+
+    @property
+    def row_capacity_tokens(self) -> int:
+        """Tokens that a static row can hold."""
+        return self._groups.row_capacity_tokens
 
     def group_of(self, layer_idx: int) -> LayerGroup:
         """The group that a layer belongs to (only after the first update)."""
-        return self._groups[self._specs[layer_idx].window]
+        return self._groups.of(layer_idx)
 
     def layer_dtypes(self) -> dict[int, str]:
         """Layer index -> name of the format that it is stored in now."""
-        formats = dict(self.precision.formats)
-        for group in self.groups:
-            formats.update(group.formats)
-        return {index: "auto" if form is None else form.name for index, form in formats.items()}
+        return self._groups.layer_dtypes()
 
     # --- the step -------------------------------------------------------------------------------------------
 
@@ -108,11 +131,13 @@ class CacheState:
         """Reserve room for the new tokens in every group, all or nothing.
 
         Raises:
-            CacheMismatchError: The layers do not advance together.
+            CacheMismatchError: The layers do not advance together, or another thread uses the cache.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
             QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
             UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
         """
+        call = None if torch.compiler.is_compiling() else calls.current()
+        self.take(call)
         start, new_tokens = self.tokens[layer_idx], key_states.shape[2]
         if self.is_lost:
             raise CacheMismatchError(
@@ -120,29 +145,67 @@ class CacheState:
                 "nobody can take those back; call `cache.reset()` and start from the prompt"
             )
         if new_tokens == 0:
-            raise CacheMismatchError(
-                f"layer {layer_idx}: no new tokens. The cache already holds {start} tokens per row, and the "
-                "prompt has no more than that; pass a longer prompt, `cache.crop(...)` what differs, or "
-                "`cache.reset()`"
-            )
+            raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
         self._check_in_step(layer_idx, start)
         self.check_chunk(new_tokens, is_warm=start > 0)
-        if not self.batch:
-            self._open_rows(key_states, value_states)
-        try:
-            self._reserve(start, new_tokens)
-        except (PoolExhausted, QuantisationError, UnstorableValueError):
-            self.take_back_outside()
-            if not start:
-                self.reset()
-            raise
+        is_read_only = call is not None and call.use_cache is False and not self._is_cross
+        if is_read_only and start and call is not None and call.is_generating:
+            self.give_back_rows()
+            raise PagedCacheError(
+                f"generate(use_cache=False) would feed the whole text at every step, on top of the {start} "
+                "tokens that the cache holds. Leave `use_cache` away, or pass `cache.frozen()` to generate "
+                "without changing this cache"
+            )
+        with self._groups.store.lock:
+            self._reserve(start, key_states, value_states, keep_history=self.record_past or is_read_only)
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
+        self._missing, self._is_read_only = len(self.tokens), is_read_only
+        self._is_twin = [True] * (self.batch - 1) if not start and not self.is_static else []
+        self._forward, self._is_open = None if call is None else call.forward, True
+        ids = None if call is None else call.input_ids
+        self.history.feed(start, self.step_end, self.batch, ids)
+
+    def take(self, call: ModelCall | None) -> None:
+        """Let this thread use the cache, and see to what an ended forward has left.
+
+        Raises:
+            CacheMismatchError: Another thread is using it.
+        """
+        with self._groups.store.lock:
+            self.check_thread()
+            if call is not None:
+                self._user = call.root
+        self.settle()
+
+    def check_thread(self) -> None:
+        """Raise CacheMismatchError if another thread is using the cache."""
+        user = self._user
+        if user is None or user.is_here or not user.is_running():
+            return
+        if user.frame is None and not self._is_open:
+            return  # nobody knows, but no step is in progress
+        raise CacheMismatchError(
+            "a forward or `generate` in another thread is using this cache, and one cache serves one thread "
+            "at a time. Give every thread its own: `cache.fork()` shares what is cached so far, "
+            "`PagedCache(model)` starts empty"
+        )
+
+    def settle(self) -> None:
+        """Take back the step of a forward that has ended, if layers are missing or it was only to read."""
+        forward = self._forward
+        if not self._is_open or forward is None or forward.frame is None or forward.is_running():
+            return
+        if self._is_cross:
+            return  # what is written is whole, and the host has noted which layers are
+        if self._is_read_only or self._behind(self.step_end):
+            self.abort_step()
+        self._close_step()
 
     def check_static_room(self, tokens: int) -> None:
         """Raise PoolExhausted if static rows cannot have so many tokens."""
         if tokens > self.row_capacity_tokens:
-            raise self._no_room(tokens, self.row_capacity_tokens, self.batch)
+            raise self._groups.no_static_room(tokens, self.row_capacity_tokens, self.batch)
 
     def check_chunk(self, new_tokens: int, *, is_warm: bool) -> None:
         """Raise CacheMismatchError if the model goes wrong with so many new tokens after a history."""
@@ -161,7 +224,7 @@ class CacheState:
         """
         if not (self.is_static and self.batch):
             return
-        length = max(group.pull_length() for group in self.groups if isinstance(group, StaticGroup))
+        length = self._groups.pull_length()
         if length != self.step_end:
             self.tokens = {
                 index: length if count == self.step_end else count for index, count in self.tokens.items()
@@ -181,25 +244,46 @@ class CacheState:
     def would_be_static(self, device: torch.device) -> bool:
         """Whether rows on a device are, or will be, static."""
         return self.is_static or (
-            not self._groups and self.can_be_static and device.type in static.DEVICES and self.is_attended()
+            not self.groups and self.can_be_static and device.type in static.DEVICES and self.is_attended()
         )
-
-    @property
-    def row_capacity_tokens(self) -> int:
-        """Tokens that a static row can hold."""
-        return min(group.capacity_tokens for group in self.groups if isinstance(group, StaticGroup))
 
     def written(self, layer_idx: int) -> None:
         """Note that a layer holds the tokens of this step."""
         self.tokens[layer_idx] = self.step_end
         self._last_written = layer_idx
+        self._missing -= 1
+        if not self._missing and not self._is_read_only:
+            self._share_twins()
+            self._close_step()
         if self.is_static:
             self.has_open_step = any(
                 self.tokens[index] != self.step_end
-                for group in self.groups
-                if isinstance(group, StaticGroup)
+                for group in self._groups.static
                 for index in group.static_blocks
             )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is in progress, or its forward has left it so."""
+        return self._is_open
+
+    def compare_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Look which rows of a prompt are the same in this layer too, as those of beams are."""
+        if not any(self._is_twin):
+            return
+        for states in (key_states[:, :, -1:], key_states, value_states):
+            if any(self._is_twin):
+                same = (states[1:] == states[:-1]).flatten(1).all(dim=1).tolist()
+                self._is_twin = [a and b for a, b in zip(self._is_twin, same, strict=True)]
+
+    def _share_twins(self) -> None:
+        """Store rows of a prompt once that are the same in every layer."""
+        if any(self._is_twin):
+            rows = [0]
+            for row, is_twin in enumerate(self._is_twin, start=1):
+                rows.append(rows[-1] if is_twin else row)
+            self.reorder(rows)
+        self._is_twin = []
 
     def is_next_in_step(self, layer_idx: int) -> bool:
         """Whether a step is in progress that this layer has yet to join."""
@@ -214,19 +298,19 @@ class CacheState:
         self.take_back_outside()
         if self.step_end > self.step_start:
             self._crop_to(self.step_start)
+        self._close_step()
 
     def take_back_outside(self) -> None:
-        """Take back what a forward has changed outside the blocks."""
+        """Take back what a forward has changed outside the blocks, rows that it spread included."""
         self.undo.restore()
+        self.give_back_rows()
         self.is_lost = self.has_outside_state
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place in a pool."""
-        if not self._groups:
-            self._open_rows(key_states, value_states)
-        blocks = self.group_of(layer_idx).claim(layer_idx, key_states, value_states)
-        self.blocks[layer_idx] = blocks
-        return blocks
+        if not self.groups:
+            self._open_rows(key_states, value_states, keep_history=self.record_past)
+        return self._groups.claim(layer_idx, key_states, value_states)
 
     # --- what a user does between forwards ------------------------------------------------------------------
 
@@ -236,15 +320,13 @@ class CacheState:
             self._crop_to(max(0, self.step_end - tokens_to_remove))
         if self.record_past:
             # What a rejected draft could have needed is settled now.
-            for group in self.groups:
-                group.release_outside_window()
+            self._groups.release_outside_window()
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what `crop` would raise; changes nothing."""
         num_tokens = self.step_end - tokens_to_remove
         try:
-            for group in self.groups if num_tokens > 0 else ():
-                group.check_crop(num_tokens)
+            self._groups.check_crop(num_tokens)
         except ValueError as error:
             raise PagedCacheError(
                 f"cannot crop to {num_tokens} tokens: {error}. Call `cache.activate_past_recording()` before "
@@ -257,8 +339,8 @@ class CacheState:
             return
         self.pull()
         rows = self.checked_rows(row_indices, self.batch)
-        for group in self.groups:
-            group.reorder(rows)
+        self._groups.reorder(rows)
+        self.history.reorder(rows)
         self.batch = len(rows)
 
     @staticmethod
@@ -272,21 +354,57 @@ class CacheState:
             )
         return [row % batch for row in row_indices]
 
+    def spread_rows(self, rows: int) -> None:
+        """Give the one row of the cache to so many, for the step that begins."""
+        self._rows_before = self.batch
+        self.reorder([0] * rows)
+
+    def give_back_rows(self) -> bool:
+        """Undo `spread_rows`, if the step that wanted it has failed. Returns whether there was one."""
+        is_spread = self._rows_before is not None
+        if self._rows_before is not None and self.batch:
+            self.reorder(list(range(self._rows_before)))
+        self._rows_before = None
+        return is_spread
+
     def reset(self) -> None:
         """Forget all rows and give their blocks back; pools stay."""
-        for group in self.groups:
-            group.reset()
+        self._groups.reset()
+        self.history.crop(0)
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
-        self.has_open_step = self.is_lost = False
+        self.is_lost = False
         self._last_written = None
+        self._rows_before = None
+        self._close_step()
+
+    def fork(self) -> CacheState:
+        """The same rows for another cache, by sharing their blocks."""
+        twin = copy.copy(self)
+        twin.tokens = dict(self.tokens)
+        twin.history, twin.undo = self.history.copy(), Undo()
+        twin._groups = self._groups.fork()
+        twin.forget_user()
+        return twin
+
+    def forget_user(self) -> None:
+        """Belong to no thread and no forward, as a copy does."""
+        self._forward = self._user = None
+
+    def restore(self, batch: int, tokens: dict[int, int], length: int) -> None:
+        """Take over the lengths of contents that were put into the groups."""
+        self.batch, self.tokens = batch, dict(tokens)
+        self.step_start = self.step_end = length
+
+    @property
+    def layer_groups(self) -> LayerGroups:
+        """All groups as one."""
+        return self._groups
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost or the layers disagree."""
+        self._groups.check_integrity()
         for group in self.groups:
-            group.manager.check_integrity()
-            if group.dense is not None:
-                group.dense.check_integrity(table.ids for table in group.manager.tables)
             assert group.num_tokens in (self.step_end, 0), (
                 f"the group of window {group.window} has {group.num_tokens} tokens, the cache {self.step_end}"
             )
@@ -295,8 +413,14 @@ class CacheState:
             f"layers hold {sorted(counts)} tokens, but the last step went from {self.step_start} to "
             f"{self.step_end}"
         )
+        assert self.history.count <= self.step_end, "ids are known of tokens that are not stored"
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def _is_cross(self) -> bool:
+        """Whether it holds the encoder's tokens, which come once and never change."""
+        return self.is_encoder_decoder and not self.has_masks
 
     def _behind(self, count: int) -> list[int]:
         """The layers that have not come as far as the last step.
@@ -322,9 +446,7 @@ class CacheState:
                 "must be updated in every forward, with the same number of tokens. `cache.reset()` starts "
                 "anew"
             )
-        if not start:
-            return
-        behind = self._behind(start)
+        behind = self._behind(start) if start else []
         if behind:
             first = behind[0]
             held = self.tokens[first]
@@ -336,123 +458,41 @@ class CacheState:
                 "`EncoderDecoderCache(PagedCache(model), DynamicCache())`"
             )
 
-    def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        batch, new_tokens = key_states.shape[0], key_states.shape[2]
-        precision = Precision.of(self.config, self._specs, new_tokens)
-        if precision != self.precision:
-            # Pools of another format are of no use any more.
-            self.precision = precision
-            self._groups.clear()
-            self.blocks.clear()
-        if not self._groups:
-            self.is_static = self.would_be_static(key_states.device)
-        capacity = self._capacity.wanted_blocks(
-            batch,
-            new_tokens,
-            PoolShape.of(key_states, value_states),
-            precision,
-            keep_history=self.record_past,
-            is_static=self.is_static,
-        )
-        if self.is_static:
-            self._fit_static_rows(batch, new_tokens, capacity)
-        elif any(group.num_blocks < capacity[window] for window, group in self._groups.items()):
-            for group in self.groups:
-                group.grow(max(group.num_blocks, capacity[group.window]))
-        for window in () if self._groups else tuple(capacity):
-            specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
-            size, num_blocks = self.config.block_size, capacity[window]
-            self._groups[window] = (
-                StaticGroup(
-                    window, specs, num_blocks=num_blocks, block_size=size, row_blocks=num_blocks // batch
-                )
-                if self.is_static
-                else LayerGroup(
-                    window,
-                    specs,
-                    num_blocks=num_blocks,
-                    block_size=size,
-                    row_blocks=self._capacity.row_blocks,
-                    precision=precision,
-                    guard=self._guard,
-                )
+    def _reserve(
+        self, start: int, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool
+    ) -> None:
+        try:
+            if not self.batch:
+                self._open_rows(key_states, value_states, keep_history=keep_history)
+            self._groups.reserve(self.batch, start, key_states.shape[2], keep_history=keep_history)
+        except (PoolExhausted, QuantisationError, UnstorableValueError):
+            self.take_back_outside()
+            if not start:
+                self.reset()
+            raise
+        self._groups.set_writing(True)
+
+    def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
+        with self._groups.store.lock:
+            self._groups.open_rows(
+                key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
             )
-        for group in self.groups:
-            group.start(batch)
-        self.batch = batch
+        self.batch = key_states.shape[0]
 
-    def _fit_static_rows(self, batch: int, new_tokens: int, capacity: dict[int | None, int]) -> None:
-        """Share the pools out evenly over the rows, in the groups that there are."""
-        for group in self.groups:  # what they have counts as free memory no more
-            capacity[group.window] = max(capacity[group.window], group.num_blocks)
-        row_blocks = min(capacity.values()) // batch
-        if new_tokens > row_blocks * self.config.block_size:
-            raise self._no_room(new_tokens, row_blocks * self.config.block_size, batch)
-        capacity.update(dict.fromkeys(capacity, row_blocks * batch))
-        for group in self.groups:
-            assert isinstance(group, StaticGroup), "a cache is static from its first update on, or never"
-            group.resize(row_blocks, row_blocks * batch)
-
-    def _reserve(self, start: int, new_tokens: int) -> None:
-        keep = self.record_past
-        for group in self.groups:
-            group.check_faults()
-            self._make_room(group, start, new_tokens)
-        for group in self.groups:
-            group.check_full(new_tokens)
-            group.seal_full(new_tokens)
-        for group in self.groups:
-            group.reserve(new_tokens, keep_history=keep)
-
-    def _make_room(self, group: LayerGroup, start: int, new_tokens: int) -> None:
-        """Raise unless the group can take the new tokens, growing it where its rows have become more."""
-        if isinstance(group, StaticGroup):
-            if start + new_tokens > group.capacity_tokens:
-                raise self._no_room(start + new_tokens, group.capacity_tokens, self.batch)
-            return
-        pool = group.manager.pool
-        needed = group.manager.blocks_needed(new_tokens, keep_history=self.record_past)
-        if pool.can_allocate(needed):
-            return
-        free = pool.num_free + pool.num_pending
-        missing = needed - free
-        grown = min(
-            max(2 * group.num_blocks, group.num_blocks + missing),
-            self._capacity.ceiling_blocks(group.pools, self.batch),
-        )
-        if grown - group.num_blocks >= missing:
-            group.grow(grown)
-            return
-        raise PoolExhausted(
-            f"{new_tokens} new tokens for {self.batch} rows need {needed} blocks of "
-            f"{self.config.block_size} tokens, and {free} of {group.num_blocks} are free; nothing was "
-            "written. Ways out: a larger `PagedCache(..., max_tokens=...)` (now "
-            f"{group.num_blocks * self.config.block_size} tokens over all rows), `cache.crop(...)`, "
-            "`cache.reset()`, or a smaller batch",
-            needed_blocks=needed,
-            free_blocks=free,
-            block_size=self.config.block_size,
-        )
-
-    def _no_room(self, tokens: int, capacity: int, rows: int) -> PoolExhausted:
-        """What to raise when static rows cannot be that long."""
-        size = self.config.block_size
-        return PoolExhausted(
-            f"{tokens} tokens in each of {rows} rows: with compile=True every row has the same share of the "
-            f"pool, here {capacity} tokens; nothing was written. Ways out: `PagedCache(..., "
-            f"max_tokens={tokens * rows})` or more, a smaller batch, `cache.crop(...)`, `cache.reset()`",
-            needed_blocks=rows * -(-tokens // size),
-            free_blocks=0,
-            block_size=size,
-        )
+    def _close_step(self) -> None:
+        """Nothing more is written by the step; its tokens are there, or were taken back."""
+        self._is_open = self._is_read_only = False
+        self._forward = self._rows_before = None
+        self.has_open_step = False
+        self._groups.set_writing(False)
 
     def _crop_to(self, num_tokens: int) -> None:
         if not num_tokens:
             self.reset()
             return
         self.check_crop(self.step_end - num_tokens)
-        for group in self.groups:
-            group.crop(num_tokens)
+        self._groups.crop(num_tokens)
+        self.history.crop(num_tokens)
         self.tokens = {index: min(count, num_tokens) for index, count in self.tokens.items()}
         self.step_start = self.step_end = num_tokens
         self.has_open_step = False
