@@ -77,8 +77,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "indexed_attention"], "head_dim": 16,
             "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
             "linear_num_value_heads": 4, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2,
-            "hc_lowrank": 16, "ple_layer_ids": [], "ple_embed_dim": 32, "indexer_n_heads": 4, "indexer_kv_heads": 1,
-            "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+            "hc_lowrank": 16, "ple_layer_ids": [], "ple_embed_dim": 32, "indexer_n_heads": 4,
+            "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
         },
     ),
     "gemma4": (
