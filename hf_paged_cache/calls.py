@@ -62,7 +62,9 @@ class ModelCall:
         root: The outermost call of the host around it: `generate`, or the forward itself.
         use_cache: What that forward was told; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
-            it has none.
+            it has none that its answer depends on.
+        attention_mask: What that forward has under this name, if it is a tensor.
+        is_without_mask: Whether that forward has the name, and nothing under it.
         is_generating: Whether `generate` is behind it.
     """
 
@@ -70,6 +72,8 @@ class ModelCall:
     root: Place
     use_cache: bool | None
     position_ids: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    is_without_mask: bool
     is_generating: bool
 
 
@@ -91,12 +95,16 @@ def current() -> ModelCall:
             root, is_generating = frame, True
         frame = frame.f_back
     told = {} if inner is None else inner.f_locals
-    use_cache, positions = told.get("use_cache"), told.get("position_ids")
+    use_cache, mask = told.get("use_cache"), told.get("attention_mask")
+    # Falcon takes positions, and with ALiBi has no use for them.
+    positions = told.get("position_ids") if told.get("alibi") is None else None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         use_cache if isinstance(use_cache, bool) else None,
         positions if isinstance(positions, torch.Tensor) else None,
+        mask if isinstance(mask, torch.Tensor) else None,
+        "attention_mask" in told and mask is None,
         is_generating,
     )
 

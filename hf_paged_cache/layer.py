@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -114,7 +115,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             state.check_room(query_length)
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
-        return PagedLength(tokens - first + query_length), first
+        length = PagedLength(tokens - first + query_length)
+        if not torch.compiler.is_compiling():
+            length.note = partial(state.note_mask, tokens, query_length)
+        return length, first
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import static
+from . import calls, static
 from .capacity import Capacity
 from .config import PagedCacheConfig
 from .errors import (
@@ -30,6 +30,7 @@ from .group import LayerGroup
 from .guard import KeyErrorGuard
 from .kernels.problem import LayerBlocks
 from .kv_pool import PoolShape
+from .padding import NO_PADDING, Forward, Padding
 from .precision import Precision
 from .spec import LayerSpec
 from .static import StaticGroup
@@ -54,6 +55,7 @@ class CacheState:
         has_open_step: Some layer of static rows has yet to join the step in progress.
         blocks: Layer index -> where its K and V lie; filled as layers get their first.
         precision: How layers are stored; settled when rows begin.
+        padding: What is remembered of rows that begin with padding.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class CacheState:
         self.can_be_static = False
         self.is_static = False
         self.has_open_step = False
+        self.padding = NO_PADDING
+        self._noted: tuple[int, int, torch.Tensor | None] | None = None
         self._specs = specs
         self._capacity = Capacity(config, specs, max_positions)
         self._last_written: int | None = None
@@ -103,7 +107,8 @@ class CacheState:
         """Reserve room for the new tokens in every group, all or nothing.
 
         Raises:
-            CacheMismatchError: The layers do not advance together.
+            CacheMismatchError: The layers do not advance together, or the mask or the positions of rows that
+                begin with padding do not go on as they began.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
             QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
             UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
@@ -124,14 +129,35 @@ class CacheState:
         if not self.batch:
             self._open_rows(key_states, value_states)
         try:
-            self._reserve(start, new_tokens)
-        except (PoolExhausted, QuantisationError, UnstorableValueError):
+            padding = self._padding_after(start, key_states)
+            more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
+            self._reserve(start, new_tokens, more)
+        except (CacheMismatchError, PoolExhausted, QuantisationError, UnstorableValueError):
             self.broken = self.has_host_states
             if not start:
                 self.reset()
             raise
+        self.padding = padding
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
+
+    def note_mask(self, start: int, new_tokens: int, mask: torch.Tensor | None) -> None:
+        """Hear of the mask of a forward before any layer runs.
+
+        Args:
+            start: Tokens per row before it.
+            new_tokens: That it brings.
+            mask: `[batch, tokens]`, nonzero where a token is real; None if all are.
+
+        Raises:
+            CacheMismatchError: It shows padding that is not stored.
+        """
+        self._noted = start, new_tokens, mask
+        if start and self.padding.tokens:
+            device = torch.device("cpu") if mask is None else mask.device
+            self.padding.check_mask(
+                Forward(start, start + new_tokens, self.batch, mask, device, calls.current())
+            )
 
     def check_static_room(self, tokens: int) -> None:
         """Raise PoolExhausted if static rows cannot have so many tokens."""
@@ -247,6 +273,7 @@ class CacheState:
         for group in self.groups:
             group.reorder(rows)
         self.batch = len(rows)
+        self.padding = self.padding.reorder(rows)
 
     def reset(self) -> None:
         """Forget all rows and give their blocks back; pools stay."""
@@ -256,6 +283,7 @@ class CacheState:
         self.batch = self.step_start = self.step_end = 0
         self.has_open_step = False
         self._last_written = None
+        self.padding, self._noted = NO_PADDING, None
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost or the layers disagree."""
@@ -360,25 +388,48 @@ class CacheState:
             assert isinstance(group, StaticGroup), "a cache is static from its first update on, or never"
             group.resize(row_blocks, row_blocks * batch)
 
-    def _reserve(self, start: int, new_tokens: int) -> None:
+    def _padding_after(self, start: int, key_states: torch.Tensor) -> Padding:
+        """What is to be remembered of padding when the new tokens are stored."""
+        batch, _, new_tokens, _ = key_states.shape
+        noted, self._noted = self._noted, None
+        if torch.compiler.is_compiling() or (start and not self.padding.tokens):
+            return self.padding
+        is_noted = noted is not None and noted[:2] == (start, new_tokens)
+        mask = noted[2] if is_noted and noted is not None else None
+        if is_noted and mask is None and not start:
+            return NO_PADDING
+        call = calls.current()
+        if not is_noted and call.attention_mask is not None and call.attention_mask.dim() == 2:
+            mask = call.attention_mask
+        if mask is not None and (mask.shape[0] != batch or mask.shape[1] < start + new_tokens):
+            mask = None
+        forward = Forward(start, start + new_tokens, batch, mask, key_states.device, call)
+        if start and not is_noted:
+            self.padding.check_call(forward)
+        return self.padding.after(
+            forward, self.config.block_size, is_left_out=is_noted and not self.is_static
+        )
+
+    def _reserve(self, start: int, new_tokens: int, padding: Sequence[int]) -> None:
         keep = self.record_past
         for group in self.groups:
             group.check_faults()
-            self._make_room(group, start, new_tokens)
+            self._make_room(group, start, new_tokens, padding)
         for group in self.groups:
             group.check_full(new_tokens)
             group.seal_full(new_tokens)
         for group in self.groups:
-            group.reserve(new_tokens, keep_history=keep)
+            group.reserve(new_tokens, keep_history=keep, padding=padding)
 
-    def _make_room(self, group: LayerGroup, start: int, new_tokens: int) -> None:
+    def _make_room(self, group: LayerGroup, start: int, new_tokens: int, padding: Sequence[int] = ()) -> None:
         """Raise unless the group can take the new tokens, growing it where its rows have become more."""
         if isinstance(group, StaticGroup):
             if start + new_tokens > group.capacity_tokens:
                 raise self._no_room(start + new_tokens, group.capacity_tokens, self.batch)
             return
         pool = group.manager.pool
-        needed = group.manager.blocks_needed(new_tokens, keep_history=self.record_past)
+        keep = self.record_past
+        needed = group.manager.blocks_needed(new_tokens, keep_history=keep, padding=padding)
         if pool.can_allocate(needed):
             return
         free = pool.num_free + pool.num_pending
@@ -424,3 +475,4 @@ class CacheState:
         self.step_start = self.step_end = num_tokens
         self.has_open_step = False
         self._last_written = None
+        self.padding, self._noted = self.padding.crop(num_tokens), None

@@ -19,7 +19,7 @@ LAYERS = [
     ["blocks"],
     ["precision", "kernels"],
     ["memory", "lazy", "guard", "faults", "calls"],
-    ["kv_pool"],
+    ["kv_pool", "padding"],
     ["tables"],
     ["group", "capacity"],
     ["static"],
