@@ -275,7 +275,7 @@ def _discontinuous(row: int, last: Run, first: Run, is_generating: bool) -> Cach
     return CacheMismatchError(
         f"position_ids: row {row} begins with padding, and its last cached token stands at position "
         f"{last.next_position - 1}, so the next one stands at {last.next_position}; got {first.position}. "
-        f"Either the cached positions count the padding and {now} real tokens only, or the other way round: a "
+        f"Either those cached count the padding and {now} real tokens only, or the other way round: a "
         "plain forward counts all tokens unless it is given `position_ids=(attention_mask.cumsum(-1) - 1)"
         ".clamp(min=0)` (of the new tokens), as `generate` does. Give them to every forward of a padded "
         "batch; `cache.reset()` starts anew"
