@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
@@ -12,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 from . import compat
 from .attention import activate, watch
 from .config import PagedCacheConfig
+from .deprecated import DeprecatedReads
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .formats import DEFAULT_GROUP_SIZE
 from .kernels import dispatch
@@ -20,9 +23,10 @@ from .precision import Precision
 from .spec import LayerSpec
 from .state import CacheState
 from .stats import CacheStats, MemoryFootprint
+from .tools import CacheTools
 
 
-class PagedCache(DynamicCache):
+class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
     """A KV cache in fixed-size blocks of a preallocated pool, for `generate` and plain forwards.
 
     ```python
@@ -120,8 +124,11 @@ class PagedCache(DynamicCache):
         self._state = CacheState(settings, paged, compat.max_positions(config))
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
+        self._state.hosts = self._host_layers()
         self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
+        self._state.is_encoder_decoder = config.is_encoder_decoder
         self._state.can_be_static = compile and not self._host_layers() and not config.is_encoder_decoder
+        self._config = config
         self._model = None if model is None else weakref.ref(model)
         activate(config_or_model)
         self._state.is_attended = watch(config_or_model)
@@ -163,13 +170,56 @@ class PagedCache(DynamicCache):
                 f"layer {layer_idx}: this cache was made for a model with {len(self.layers)} layers; make a "
                 "new PagedCache(model) for this one"
             )
-        keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        state = self._state
+        if state.batch == 1 != key_states.shape[0]:
+            self._spread_rows(key_states.shape[0])
+        try:
+            keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        except BaseException:
+            if not state.is_open:
+                state.give_back_rows()
+            raise
         return keys, values
+
+    def _spread_rows(self, rows: int) -> None:
+        """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
+        self._state.take(None)
+        if self._state.batch == 1 and rows > 1 and not self._state.is_open and not self._state.is_static:
+            self._state.spread_rows(rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
         length: Any = super().get_seq_length(layer_idx)
-        return length if isinstance(length, torch.Tensor) else compat.CachedLength(length)  # type: ignore[return-value]
+        if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
+            return length  # type: ignore[no-any-return]
+        return compat.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
+
+    def _meet_prompt(self, tokens: int, ids: torch.Tensor | None) -> int:
+        """How many of the tokens of a prompt are left to feed.
+
+        A prompt that is all cached has its last token computed again. Raises CacheMismatchError if it is
+        shorter than what is cached, or another text.
+        """
+        state = self._settled("generate")
+        held = state.step_end
+        if ids is not None and ids.shape[1] == tokens:
+            state.history.check_prompt(ids)
+        if tokens == held and held:
+            try:
+                self.crop(-1)
+            except (PagedCacheError, RuntimeError) as error:
+                raise CacheMismatchError(
+                    f"the prompt has {tokens} tokens and all of them are cached, so that the last one would "
+                    f"have to be taken back and fed again, but: {error}"
+                ) from error
+            return 1
+        if tokens < held:
+            raise CacheMismatchError(
+                f"the prompt has {tokens} tokens, but the cache already holds {held} per row. Pass the whole "
+                "conversation, longer than what is cached; `cache.truncate_to(input_ids)` keeps what an "
+                "edited conversation shares with the cached one, `cache.reset()` starts anew"
+            )
+        return tokens - held
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Position of the next query; a tensor where the host would have to wait for the number."""
@@ -188,15 +238,23 @@ class PagedCache(DynamicCache):
         Raises:
             PagedCacheError: A window layer no longer holds what the shorter length needs.
         """
-        self._state.pull()
-        count = compat.tokens_to_remove(tokens_to_remove, self._state.step_end)
-        self._state.check_crop(count)
+        state = self._state
+        state.take(None)
+        state.pull()
+        count = compat.tokens_to_remove(tokens_to_remove, state.step_end)
+        if count and count >= state.step_end:
+            record_past = state.record_past
+            self.reset()
+            state.record_past = record_past
+            return
+        state.check_crop(count)
         for layer in self._host_layers():
             layer.crop(-count)
-        self._state.crop(count)
+        state.crop(count)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
+        self._state.take(None)
         self._state.reorder(beam_idx.tolist())
         for layer in self._host_layers():
             layer.reorder_cache(beam_idx)
@@ -205,12 +263,14 @@ class PagedCache(DynamicCache):
         """Give every row `repeats` copies beside each other, by reference."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise PagedCacheError(f"repeats must be a positive number of copies per row, got {repeats!r}")
+        self._state.take(None)
         self._state.reorder([row for row in range(self._state.batch) for _ in range(repeats)])
         for layer in self._host_layers():
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
+        self._state.take(None)
         chosen = torch.as_tensor(indices)
         if chosen.dtype == torch.bool and self._state.batch not in (0, chosen.numel()):
             raise PagedCacheError(
@@ -224,6 +284,7 @@ class PagedCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget everything; pools stay allocated, and the next batch may have another size."""
+        self._state.check_thread()
         self._state.reset()
         self._state.record_past = False
         self._state.broken = False
@@ -233,6 +294,7 @@ class PagedCache(DynamicCache):
     @property
     def batch_size(self) -> int:
         """Rows held, or -1 before the first update."""
+        self._state.settle()
         return self._state.batch or -1
 
     @property
@@ -251,7 +313,7 @@ class PagedCache(DynamicCache):
     def __repr__(self) -> str:
         stats, state = self.stats(), self._state
         return (
-            f"PagedCache({len(self.layers)} layers, {state.batch} rows x {state.step_end} tokens, "
+            f"{type(self).__name__}({len(self.layers)} layers, {state.batch} rows x {state.step_end} tokens, "
             f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_size}, "
             f"{state.config.kv_cache_dtype})"
         )
@@ -259,7 +321,8 @@ class PagedCache(DynamicCache):
     # --- what a user asks -----------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """Counts of rows, tokens and blocks."""
+        """Counts of rows, tokens and blocks; of all caches that share the blocks, if this one was forked."""
+        self._state.settle()
         self._state.pull()
         groups = self._state.groups
         pools = [group.manager.pool for group in groups]
@@ -288,14 +351,50 @@ class PagedCache(DynamicCache):
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost, or counts, tables and layers disagree."""
+        self._state.settle()
         self._state.pull()
         self._state.check_integrity()
+
+    # --- copies ---------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same contents in blocks of its own."""
+        self._settled("deepcopy")
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo) if name != "_config" else value)
+        twin._state.hosts = twin._host_layers()
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """As the config, the settings and `state_dict()`; the model is not part of it."""
+        settings = {field.name: getattr(self._state.config, field.name) for field in fields(PagedCacheConfig)}
+        return _unpickle, (type(self), self._config, settings, self.state_dict())
+
+    def _with_state(self, state: CacheState) -> Self:
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        twin._state = state
+        twin.layers = [
+            layer.of_fork(state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        state.hosts = twin._host_layers()
+        return twin
 
     def _paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     def _host_layers(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+
+def _unpickle(
+    kind: type[PagedCache], config: object, settings: dict[str, Any], state_dict: dict[str, Any]
+) -> PagedCache:
+    cache = kind(config, **settings)
+    cache.load_state_dict(state_dict)
+    return cache
 
 
 def _check_layers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -65,6 +66,7 @@ class ModelCall:
             it has none that its answer depends on.
         attention_mask: What that forward has under this name, if it is a tensor.
         is_without_mask: Whether that forward has the name, and nothing under it.
+        input_ids: `[batch, tokens]` as that forward has them; None if it was given embeddings.
         is_generating: Whether `generate` is behind it.
     """
 
@@ -74,6 +76,7 @@ class ModelCall:
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
     is_without_mask: bool
+    input_ids: torch.Tensor | None
     is_generating: bool
 
 
@@ -95,30 +98,34 @@ def current() -> ModelCall:
             root, is_generating = frame, True
         frame = frame.f_back
     told = {} if inner is None else inner.f_locals
-    use_cache, mask = told.get("use_cache"), told.get("attention_mask")
+    use_cache = told.get("use_cache")
     # Falcon takes positions, and with ALiBi has no use for them.
-    positions = told.get("position_ids") if told.get("alibi") is None else None
+    has_positions = told.get("alibi") is None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         use_cache if isinstance(use_cache, bool) else None,
-        positions if isinstance(positions, torch.Tensor) else None,
-        mask if isinstance(mask, torch.Tensor) else None,
-        "attention_mask" in told and mask is None,
+        _tensor_in(told, "position_ids") if has_positions else None,
+        _tensor_in(told, "attention_mask"),
+        "attention_mask" in told and told["attention_mask"] is None,
+        _tensor_in(told, "input_ids"),
         is_generating,
     )
 
 
-def prompt_of(depth: int = 1) -> torch.Tensor | None:
-    """The `input_ids` `[batch, tokens]` of the function of the host's generation that is `depth` frames up.
+def is_generation(depth: int = 1) -> bool:
+    """Whether the function that is `depth` frames up from the caller belongs to the host's generation."""
+    return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
 
-    None if that is another function, or has none.
-    """
-    frame = sys._getframe(depth + 1)
-    if not _module_of(frame).startswith(_GENERATION):
-        return None
-    ids = frame.f_locals.get("input_ids")
-    return ids if isinstance(ids, torch.Tensor) else None
+
+def prompt_of(depth: int = 1) -> torch.Tensor | None:
+    """The `input_ids` `[batch, tokens]` of the function that is `depth` frames up; None if it has none."""
+    return _tensor_in(sys._getframe(depth + 1).f_locals, "input_ids")
+
+
+def _tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    value = names.get(name)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _belongs_to_model(frame: FrameType) -> bool:

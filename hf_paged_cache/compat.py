@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -18,6 +19,7 @@ from transformers import masking_utils as _masking
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from . import calls
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .spec import LayerSpec
 
@@ -139,26 +141,37 @@ def _int_of(config: PreTrainedConfig, *names: str) -> int | None:
 
 
 class CachedLength(int):
-    """A cache's length, which refuses to let `generate` slice a prompt by a negative number.
+    """A cache's length, which looks at what `generate` is about to slice from a prompt.
 
     `generate` feeds the last `prompt length - cached length` tokens of a prompt. When the cache holds as many
     tokens as the prompt has, or more, that number is not positive, and as a Python slice it silently picks
-    wrong tokens.
+    wrong tokens; and nothing says that the prompt begins with what is cached.
+
+    Attributes:
+        meet: Given the tokens of a prompt and its ids, if there are any: how many to feed.
     """
 
+    meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None], int]]
+
+    def __new__(
+        cls, tokens: int, meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None], int]]
+    ) -> CachedLength:
+        """A length of so many tokens."""
+        length = super().__new__(cls, tokens)
+        length.meet = meet
+        return length
+
     def __rsub__(self, other: int) -> int:
-        rest = int(other) - int(self)
-        if rest <= 0 and sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.generation"):
-            raise CacheMismatchError(
-                f"the prompt has {int(other)} tokens, but the cache already holds {int(self)} per row, so no "
-                "new token is left to feed. Pass the whole conversation, longer than what is cached; "
-                "`cache.crop(...)` what differs (at least the last token, to recompute it), or "
-                "`cache.reset()`"
-            )
-        return rest
+        meet = self.meet()
+        if meet is None or not calls.is_generation(depth=1):
+            return int(other) - int(self)
+        return meet(int(other), calls.prompt_of(depth=1))
 
     def __hash__(self) -> int:
         return int.__hash__(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
 
 
 def tokens_to_remove(argument: int, length: int) -> int:
@@ -175,6 +188,26 @@ def tokens_to_remove(argument: int, length: int) -> int:
     raise PagedCacheError(
         f"crop takes minus the number of tokens to remove, got {argument}; "
         f"to keep {argument} of {length} tokens: `cache.crop({min(0, argument - length)})`"
+    )
+
+
+_POSITION_FREE = ("bloom", "mpt", "t5", "mt5", "umt5", "switch_transformers", "longt5")
+
+
+def why_keys_have_positions(config: PreTrainedConfig) -> str | None:
+    """None if the cached K of a model do not depend on their positions, otherwise a sentence."""
+    decoder = config.get_text_config(decoder=True)
+    has_alibi = getattr(decoder, "alibi", False)
+    attention = getattr(decoder, "attn_config", None)
+    if decoder.model_type == "mpt" and not getattr(attention, "alibi", True):
+        has_alibi, is_free = False, False
+    else:
+        is_free = decoder.model_type in _POSITION_FREE
+    if has_alibi or is_free:
+        return None
+    return (
+        f"keys of a {decoder.model_type!r} model carry their positions, and those behind the gap would keep "
+        "theirs while new tokens are counted without it"
     )
 
 

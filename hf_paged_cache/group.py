@@ -16,9 +16,10 @@ from .faults import Faults
 from .formats import KVFormat
 from .guard import KeyErrorGuard
 from .kernels.problem import NULL_BLOCK, LayerBlocks, dense_entry
-from .kv_pool import KVPool, PoolShape, split_pairs
+from .kv_pool import KVPool, PoolShape, Storage, split_pairs
 from .precision import Precision
 from .spec import LayerSpec
+from .store import Section
 from .tables import DeviceTables
 
 
@@ -45,7 +46,7 @@ class LayerGroup:
     Args:
         window: Tokens a query sees, or None for all.
         specs: Layer index -> what the config says of that layer.
-        num_blocks: Blocks of each pool.
+        section: Whose blocks it takes.
         block_size: Tokens per block.
         row_blocks: Blocks of the longest row that is expected; tables are made that wide.
         precision: How layers are stored; None as they come.
@@ -54,6 +55,8 @@ class LayerGroup:
     Attributes:
         window: Tokens a query sees, itself included, or None for all.
         specs: Layer index -> what the config says of that layer.
+        section: Whose blocks it takes; other caches may take of them too.
+        is_writing: A forward is in progress, and layers write where they were bound.
         formats: Layer index -> how it is stored, None for the model's dtype.
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantised layers are in the model's dtype; None if none ever is.
@@ -68,8 +71,8 @@ class LayerGroup:
         self,
         window: int | None,
         specs: dict[int, LayerSpec],
+        section: Section,
         *,
-        num_blocks: int,
         block_size: int,
         row_blocks: int,
         precision: Precision | None = None,
@@ -77,9 +80,11 @@ class LayerGroup:
     ) -> None:
         self.window = window
         self.specs = specs
+        self.section = section
+        self.is_writing = False
         precision = precision or Precision(dict.fromkeys(specs))
         self.formats = {index: precision.formats[index] for index in specs}
-        self.manager = BlockManager(num_blocks, block_size, window=window)
+        self.manager = BlockManager(section.blocks.num_blocks, block_size, window, pool=section.blocks)
         self.dense: DenseBlocks | None = None
         if precision.slots_per_row and any(self.formats.values()):
             self.dense = DenseBlocks(precision.sink_blocks, precision.residual_blocks)
@@ -90,6 +95,8 @@ class LayerGroup:
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables = DeviceTables(row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
+        self._section_version = section.version
+        section.join(self)
 
     @property
     def block_size(self) -> int:
@@ -103,8 +110,8 @@ class LayerGroup:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools."""
-        return sum(pool.nbytes for pool in self.pools)
+        """Bytes of all pools, those that are shared with other caches included."""
+        return self.section.nbytes + sum(pool.slot_bytes for pool in self.pools)
 
     @property
     def used_bytes(self) -> int:
@@ -125,13 +132,10 @@ class LayerGroup:
             shape.records(self.block_size)
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
-        pool = next((pool for pool in self.pools if pool.shape == shape and pool.has_free_slot), None)
-        if pool is None:
-            pool = self._new_pool(shape, self._expected_layers(layer_idx))
-        slot = pool.claim_slot()
+        pool, place = self._place(layer_idx, shape, self._expected_layers(layer_idx))
         table = self._tables.table(shape.device, self._rows, is_marked=self._has_marks(pool))
-        blocks = LayerBlocks(pool.keys[:, slot], pool.values[:, slot], table)
-        self._layers[layer_idx] = (pool, slot, blocks)
+        blocks = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
+        self._layers[layer_idx] = (pool, place, blocks)
         self._bind(layer_idx)
         return blocks
 
@@ -174,6 +178,7 @@ class LayerGroup:
             keep_history: Windows keep what they would drop.
             padding: Of every row, leading tokens that need not be stored; empty if there are no more.
         """
+        self.bind_again()
         changed = [] if self.dense is None else self.dense.release_full(self.manager, new_tokens)
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
@@ -232,8 +237,10 @@ class LayerGroup:
     def seal_full(self, new_tokens: int) -> None:
         """Encode the blocks that are full when so many tokens come.
 
-        They are read from their slots as before, until as many are reserved.
+        They are read from their slots as before, until as many are reserved. Another cache may have sealed a
+        block that is shared; the bytes are the same.
         """
+        self.bind_again()
         full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
         for pool in self.pools if full else ():
             if pool.form is not None:
@@ -255,41 +262,94 @@ class LayerGroup:
                 self._judge(layer_idx, keys)
                 return
 
+    def set_guarded(self, layers: set[int]) -> None:
+        """Note that the guard has looked at layers."""
+        self._unguarded -= layers
+
+    def adopt_dense(self, columns: Sequence[int], ids: Sequence[int]) -> list[int]:
+        """Make blocks of rows that were adopted dense. Returns their slots."""
+        if self.dense is None:
+            return []
+        slots = self.dense.adopt(self.manager, columns, ids)
+        self._grow_slots()
+        return slots
+
     def is_unguarded(self, layer_idx: int) -> bool:
         """Whether the guard has yet to look at a layer."""
         return layer_idx in self._unguarded
 
+    @property
+    def can_grow(self) -> bool:
+        """Whether no other cache is writing where its layers were bound."""
+        return not any(group.is_writing for group in self.section.members if group is not self)
+
     def grow(self, num_blocks: int) -> None:
         """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none."""
-        used, used_slots = self._used_blocks(), self._used_slots()
-        larger = [pool.copy(num_blocks, used, used_slots) for pool in self.pools]
-        self.manager.pool.grow(num_blocks - self.num_blocks)
-        for pool, copied in zip(self.pools, larger, strict=True):
-            pool.keys, pool.values, pool.records = copied.keys, copied.values, copied.records
+        self.section.grow(num_blocks)
+        self.bind_again()
+
+    def bind_again(self) -> None:
+        """Find the tensors of all layers, if some cache has replaced them by larger ones."""
+        if self._section_version == self.section.version:
+            return
+        self._section_version = self.section.version
         for layer_idx in self._layers:
             self._bind(layer_idx)
 
+    def fork(self) -> LayerGroup:
+        """The same rows for another cache, by sharing their blocks; dense slots are copied."""
+        return self._copy_to(self.section, self.manager.fork(), copy.deepcopy(self.dense), {})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
-        """A copy with pools of its own, into which only the blocks in use are written."""
+        """A copy with blocks of its own, of which only those in use are written."""
+        used = self._used_blocks()
+        section = Section(self.num_blocks)
+        storages = {id(pool.storage): pool.storage.copy(self.num_blocks, used) for pool in self.pools}
+        section.storages = list(storages.values())
+        manager = self.manager.apart()
+        section.blocks = manager.pool
+        twin = memo[id(self)] = self._copy_to(section, manager, copy.deepcopy(self.dense), storages)
+        for index, (_, _, blocks) in self._layers.items():
+            memo[id(blocks)] = twin.blocks_of(index)
+        return twin
+
+    def _copy_to(
+        self,
+        section: Section,
+        manager: BlockManager,
+        dense: DenseBlocks | None,
+        storages: dict[int, Storage],
+    ) -> LayerGroup:
+        """The same layers over other blocks; `storages` says where those of today have gone."""
         twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
         vars(twin).update(vars(self))
-        used, used_slots = self._used_blocks(), self._used_slots()
-        twin.manager = copy.deepcopy(self.manager, memo)
-        twin.dense = copy.deepcopy(self.dense, memo)
+        twin.section, twin.manager, twin.dense = section, manager, dense
         twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
-        pools = {id(pool): pool.copy(self.num_blocks, used, used_slots) for pool in self.pools}
+        slots = self._used_slots()
+        pools = {
+            id(pool): pool.copy(storages.get(id(pool.storage), pool.storage), slots) for pool in self.pools
+        }
         twin.pools = list(pools.values())
         twin._layers = {}
-        for index, (pool, slot, blocks) in self._layers.items():
+        for index, (pool, place, blocks) in self._layers.items():
             mine = pools[id(pool)]
-            copied = LayerBlocks(mine.keys[:, slot], mine.values[:, slot], blocks.table)
-            memo[id(blocks)] = copied
-            twin._layers[index] = (mine, slot, copied)
+            copied = LayerBlocks(mine.keys[:, place], mine.values[:, place], blocks.table)
+            twin._layers[index] = (mine, place, copied)
             twin._bind(index)
+        twin._section_version = section.version
+        section.join(twin)
         return twin
+
+    def blocks_of(self, layer_idx: int) -> LayerBlocks:
+        """Where the K and V of a layer lie that has claimed its place."""
+        return self._layers[layer_idx][2]
+
+    @property
+    def claimed(self) -> list[int]:
+        """The layers that have their places."""
+        return list(self._layers)
 
     def has_gap(self, start: int) -> bool:
         """Whether a token from `start` on is not stored, as of a prompt longer than the window."""
@@ -323,13 +383,13 @@ class LayerGroup:
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
-        pool, slot, blocks = self._layers[layer_idx]
+        pool, place, blocks = self._layers[layer_idx]
         device = pool.shape.device
         blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
         blocks.lengths = self._tables.lengths(device)
         blocks.dense_columns = self._dense_columns(pool)
-        blocks.keys, blocks.values = pool.keys[:, slot], pool.values[:, slot]
-        blocks.records = None if pool.records is None else pool.records[:, slot]
+        blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
+        blocks.records = None if pool.records is None else pool.records[:, place]
         blocks.form = pool.form
         blocks.native = blocks.choice = None
         if pool.form is not None and device.type != "cpu":
@@ -337,16 +397,15 @@ class LayerGroup:
                 self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
             blocks.fault = self._faults[device].of(layer_idx)
 
-    def _new_pool(self, shape: PoolShape, num_layers: int) -> KVPool:
-        pool = KVPool(
-            shape,
-            num_blocks=self.num_blocks,
-            num_layers=num_layers,
-            block_size=self.block_size,
-            num_slots=0 if self.dense is None else self.dense.num_slots,
-        )
-        self.pools.append(pool)
-        return pool
+    def _place(self, layer_idx: int, shape: PoolShape, room: int) -> tuple[KVPool, int]:
+        """The pool of a layer and its place there, in tensors for `room` layers if some have to be made."""
+        storage, place = self.section.claim(layer_idx, shape, self.block_size, room)
+        pool = next((pool for pool in self.pools if pool.storage is storage), None)
+        if pool is None:
+            pool = KVPool(storage, num_slots=0 if self.dense is None else self.dense.num_slots)
+            self.pools.append(pool)
+        pool.num_used_layers += 1
+        return pool, place
 
     def _provide_slots(self, batch: int) -> None:
         if self.dense is not None:
@@ -375,17 +434,17 @@ class LayerGroup:
 
     def _move(self, layer_idx: int, form: KVFormat) -> None:
         """Store a layer in another format, before any of its blocks is a record."""
-        old, old_slot, blocks = self._layers[layer_idx]
-        pool = self._new_pool(replace(old.shape, format=form), 1)
-        slot = pool.claim_slot()
+        old, old_place, blocks = self._layers[layer_idx]
+        pool, place = self._place(layer_idx, replace(old.shape, format=form), 1)
         for index in self._used_slots():
-            pool.keys[index, slot] = old.keys[index, old_slot]
-            pool.values[index, slot] = old.values[index, old_slot]
-        old.leave_slot()
-        if old.num_used_layers == 0 and not old.has_free_slot:
+            pool.keys[index, place] = old.keys[index, old_place]
+            pool.values[index, place] = old.values[index, old_place]
+        old.num_used_layers -= 1
+        if not old.num_used_layers and len(old.storage.layers) == old.storage.num_layers:
             self.pools.remove(old)
+            self.section.drop(old.storage)
         self.formats[layer_idx] = form
-        self._layers[layer_idx] = (pool, slot, blocks)
+        self._layers[layer_idx] = (pool, place, blocks)
         self._bind(layer_idx)
 
     def _used_slots(self) -> list[int]:

@@ -61,76 +61,144 @@ class PoolShape:
         return self.kv_heads * block_size * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
 
 
-class KVPool:
-    """K and V of several layers.
+class Storage:
+    """All blocks of several layers, for every cache of a store.
 
-    Without a format they lie in two tensors `[blocks, layers, kv_heads, block_size, head_dim]`: a block's K
-    (or V) in all layers is one contiguous run, and one (block, layer, head) tile is contiguous. With one
-    there are records, `[blocks, layers, kv_heads, nbytes]`, and the two tensors have `slots` for the few
-    blocks that stay in the model's dtype.
+    Without a format K and V lie in two tensors `[blocks, layers, kv_heads, block_size, head_dim]`: a block's
+    K (or V) in all layers is one contiguous run, and one (block, layer, head) tile is contiguous. With one
+    there are records, `[blocks, layers, kv_heads, nbytes]`.
 
     The memory is left uninitialised: on a CPU it costs nothing until a block is written.
 
     Attributes:
         shape: What its layers agree on.
+        block_size: Tokens per block.
         form: What the bytes of records mean, or None.
-        keys: `[blocks or slots, layers, kv_heads, block_size, head_dim]`.
-        values: `[blocks or slots, layers, kv_heads, block_size, v_head_dim]`.
-        records: uint8 `[blocks, layers, kv_heads, nbytes]`, or None.
+        num_layers: Layers that there is room for.
+        layers: Layer index -> its place in the second dimension.
+        keys: `[blocks, layers, kv_heads, block_size, head_dim]`, or None with a format.
+        values: `[blocks, layers, kv_heads, block_size, v_head_dim]`, or None with a format.
+        records: uint8 `[blocks, layers, kv_heads, nbytes]`, or None without a format.
     """
 
-    def __init__(
-        self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int, num_slots: int = 0
-    ) -> None:
+    def __init__(self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int) -> None:
         self.shape = shape
+        self.block_size = block_size
         self.form = shape.records(block_size)
-        self._num_layers = num_layers
-        self._block_size = block_size
-        self._claimed = 0
-        self._left = 0
+        self.num_layers = num_layers
+        self.layers: dict[int, int] = {}
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         self.records: torch.Tensor | None = None
         if self.form is None:
-            num_slots = num_blocks
+            self.keys, self.values = allocate_dense(shape, num_blocks, num_layers, block_size)
         else:
-            records = num_blocks, num_layers, shape.kv_heads, self.form.nbytes
-            self.records = _empty(records, torch.uint8, shape.device)
-        self.keys, self.values = self._allocate(num_slots)
+            sizes = num_blocks, num_layers, shape.kv_heads, self.form.nbytes
+            self.records = _empty(sizes, torch.uint8, shape.device)
 
     @property
-    def has_free_slot(self) -> bool:
-        """Whether another layer can move in."""
-        return self._claimed < self._num_layers
+    def tensors(self) -> list[torch.Tensor]:
+        """What there is of K, V and records."""
+        return [tensor for tensor in (self.keys, self.values, self.records) if tensor is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.keys.nbytes + self.values.nbytes + (0 if self.records is None else self.records.nbytes)
-
-    @property
-    def num_used_layers(self) -> int:
-        """Layers that live here."""
-        return self._claimed - self._left
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers of the pool, as it is stored for good."""
-        return self._num_layers * self.shape.block_bytes(self._block_size)
+        """Bytes of one block over all layers."""
+        return self.num_layers * self.shape.block_bytes(self.block_size)
 
-    def claim_slot(self) -> int:
-        """Give the next layer its place in the second dimension."""
-        slot = self._claimed
-        self._claimed += 1
-        return slot
+    def claim(self, layer_idx: int) -> int | None:
+        """The place of a layer, a new one if it has none yet; None if there is no room."""
+        if layer_idx not in self.layers and len(self.layers) < self.num_layers:
+            self.layers[layer_idx] = len(self.layers)
+        return self.layers.get(layer_idx)
 
-    def leave_slot(self) -> None:
-        """Let a layer move out; its place stays empty."""
-        self._left += 1
+    def copy(self, num_blocks: int, used: Sequence[int]) -> Storage:
+        """The same layers in tensors of their own.
+
+        Args:
+            num_blocks: Blocks of the copy.
+            used: Ids whose content is copied. The others are not touched, so that they stay free of charge.
+        """
+        twin = Storage(
+            self.shape, num_blocks=num_blocks, num_layers=self.num_layers, block_size=self.block_size
+        )
+        twin.layers = dict(self.layers)
+        for new, old in zip(twin.tensors, self.tensors, strict=True):
+            for block_id in used:
+                new[block_id] = old[block_id]
+        return twin
+
+    def become(self, other: Storage) -> None:
+        """Take over the tensors of a copy of itself."""
+        self.keys, self.values, self.records = other.keys, other.values, other.records
+
+
+class KVPool:
+    """What one cache has in a storage: all of its blocks, and dense slots of its own if they are quantised.
+
+    A slot is a block in the model's dtype; a quantised layer keeps a few, `[slots, layers, kv_heads,
+    block_size, head_dim]`.
+
+    Attributes:
+        storage: Where blocks lie; other caches may share it.
+        num_used_layers: Layers of this cache that live here.
+    """
+
+    def __init__(self, storage: Storage, *, num_slots: int = 0) -> None:
+        self.storage = storage
+        self.num_used_layers = 0
+        self._slots = None if storage.form is None else self._allocate(num_slots)
+
+    @property
+    def shape(self) -> PoolShape:
+        """What its layers agree on."""
+        return self.storage.shape
+
+    @property
+    def form(self) -> RecordFormat | None:
+        """What the bytes of records mean, or None."""
+        return self.storage.form
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`[blocks or slots, layers, kv_heads, block_size, head_dim]`."""
+        keys = self.storage.keys if self._slots is None else self._slots[0]
+        assert keys is not None, "a storage without a format has K"
+        return keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        """`[blocks or slots, layers, kv_heads, block_size, v_head_dim]`."""
+        values = self.storage.values if self._slots is None else self._slots[1]
+        assert values is not None, "a storage without a format has V"
+        return values
+
+    @property
+    def records(self) -> torch.Tensor | None:
+        """uint8 `[blocks, layers, kv_heads, nbytes]`, or None."""
+        return self.storage.records
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots."""
+        return 0 if self._slots is None else sum(tensor.nbytes for tensor in self._slots)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers of the storage, as it is stored for good."""
+        return self.storage.bytes_per_block
 
     def used_bytes(self, blocks: int, slots: int) -> int:
         """Bytes that the layers use of so many blocks, of which quantised layers keep some in slots."""
+        size = self.storage.block_size
         slots = 0 if self.form is None else slots
-        stored = (blocks - slots) * self.shape.block_bytes(self._block_size)
-        return self.num_used_layers * (stored + slots * self.shape.dense_bytes(self._block_size))
+        stored = (blocks - slots) * self.shape.block_bytes(size)
+        return self.num_used_layers * (stored + slots * self.shape.dense_bytes(size))
 
     def copy_blocks(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks, all layers at once (copy-on-write)."""
@@ -171,40 +239,33 @@ class KVPool:
 
     def grow_slots(self, num_slots: int) -> None:
         """Have so many slots; contents stay."""
-        keys, values = self._allocate(num_slots)
-        for new, old in ((keys, self.keys), (values, self.values)):
+        assert self._slots is not None, "only a quantised pool has slots"
+        grown = self._allocate(num_slots)
+        for new, old in zip(grown, self._slots, strict=True):
             new[: old.shape[0]] = old
-        self.keys, self.values = keys, values
+        self._slots = grown
 
-    def copy(self, num_blocks: int, used: list[int], used_slots: Sequence[int]) -> KVPool:
-        """Another pool for the same layers.
-
-        Args:
-            num_blocks: Its blocks.
-            used: Ids whose content is copied. The others are not touched, so that they stay free of charge.
-            used_slots: The same for the slots of a quantised pool.
-        """
-        twin = KVPool(
-            self.shape,
-            num_blocks=num_blocks,
-            num_layers=self._num_layers,
-            block_size=self._block_size,
-            num_slots=self.keys.shape[0],
-        )
-        twin._claimed, twin._left = self._claimed, self._left
-        if self.records is not None and twin.records is not None:
-            for block_id in used:
-                twin.records[block_id] = self.records[block_id]
-        for index in used if self.records is None else used_slots:
+    def copy(self, storage: Storage, used_slots: Sequence[int]) -> KVPool:
+        """The same layers of another cache, in this storage or in a copy of it; its slots are its own."""
+        twin = KVPool(storage, num_slots=self.keys.shape[0])
+        twin.num_used_layers = self.num_used_layers
+        for index in used_slots if self._slots is not None else ():
             twin.keys[index] = self.keys[index]
             twin.values[index] = self.values[index]
         return twin
 
     def _allocate(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = self.shape
-        leading = (num_slots, self._num_layers, shape.kv_heads, self._block_size)
-        keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device)
-        return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device)
+        storage = self.storage
+        return allocate_dense(storage.shape, num_slots, storage.num_layers, storage.block_size)
+
+
+def allocate_dense(
+    shape: PoolShape, num_blocks: int, num_layers: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for K and V of so many blocks in the model's dtype."""
+    leading = (num_blocks, num_layers, shape.kv_heads, block_size)
+    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device)
+    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device)
 
 
 def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from functools import partial
 from typing import Any, NoReturn
@@ -34,6 +35,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self.layer_idx = layer_idx
         self._last_seen: tuple[Any, ...] | None = None
         self._last_read: weakref.ref[StoredKV] | None = None
+
+    def of_fork(self, state: CacheState) -> PagedLayer:
+        """The same layer of a cache that was forked from this one."""
+        twin = copy.copy(self)
+        twin._state, twin._last_read = state, None
+        return twin
 
     # --- what attention calls -------------------------------------------------------------------------------
 
@@ -71,8 +78,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             state.pull()
         self._check(key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
-        if start != state.step_start or start + new_tokens != state.step_end or not new_tokens:
+        joins = state.is_open and state.is_next_in_step(self.layer_idx)
+        if not joins or start + new_tokens != state.step_end:
             state.begin_step(self.layer_idx, key_states, value_states)
+            start = state.step_start
         blocks = state.blocks.get(self.layer_idx)
         if blocks is None:
             blocks = self._claim(key_states, value_states)
@@ -105,6 +114,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "`cache.crop(...)` what differs, or `cache.reset()`"
             )
         state = self._state
+        state.has_masks = True
+        self._settle()
         if state.is_static and state.batch:
             if torch.compiler.is_compiling():
                 return state.row_capacity_tokens, 0
@@ -122,6 +133,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
+        self._settle()
         if self._state.is_static and self._state.batch:
             if torch.compiler.is_compiling() and self.is_initialized:
                 return self.length_tensor()  # type: ignore[return-value]  # as static layers of the host do
@@ -140,7 +152,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
-        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none."""
+        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
+
+        Zeros stand for what is not stored: tokens outside a window, blocks of left padding.
+        """
         views = self._stored_views()
         return views[0] if views else None
 
@@ -209,6 +224,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._refuse("prefetch")
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """See to what an ended forward has left; a compiled step cannot look at the stack."""
+        if self._state.is_open and not torch.compiler.is_compiling():
+            self._state.settle()
 
     def _first_visible(self, tokens: int) -> int:
         """First stored token that a query after `tokens` tokens attends."""

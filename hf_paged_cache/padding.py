@@ -9,9 +9,9 @@ row, without a sign of it. So positions of padded rows are remembered, and have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,20 @@ class Run(NamedTuple):
         return self.position + self.end - self.start
 
 
+class NotedMask(NamedTuple):
+    """What the mask function told of a forward.
+
+    Attributes:
+        start: Tokens per row before it.
+        new_tokens: That it brings.
+        mask: `[batch, tokens]`, nonzero where a token is real; None if all are.
+    """
+
+    start: int
+    new_tokens: int
+    mask: torch.Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Forward:
     """What is known of a forward before its K and V are stored.
@@ -49,7 +63,8 @@ class Forward:
         start: Tokens per row that are cached.
         end: Tokens per row with the new ones.
         batch: Rows.
-        mask: `[batch, end or more]`, nonzero where a token is real; None if all are.
+        mask: `[batch, end or more]`, nonzero where a token is real; None if all are, or nothing is known.
+        is_noted: Whether that came from the mask function.
         device: Where the model computes.
         call: What the stack says of it.
     """
@@ -58,19 +73,40 @@ class Forward:
     end: int
     batch: int
     mask: torch.Tensor | None
+    is_noted: bool
     device: torch.device
     call: ModelCall
+
+    @classmethod
+    def of(cls, noted: NotedMask | None, start: int, key_states: torch.Tensor, call: ModelCall) -> Forward:
+        """The forward that brings K `[batch, kv_heads, new tokens, head_dim]` after `start` tokens.
+
+        Its mask is what was noted, or what the stack shows.
+        """
+        batch, _, new_tokens, _ = key_states.shape
+        is_noted = noted is not None and noted[:2] == (start, new_tokens)
+        mask = noted.mask if noted is not None and is_noted else None
+        if not is_noted and call.attention_mask is not None and call.attention_mask.dim() == 2:
+            mask = call.attention_mask
+        if mask is not None and (mask.shape[0] != batch or mask.shape[1] < start + new_tokens):
+            mask = None
+        return cls(start, start + new_tokens, batch, mask, is_noted, key_states.device, call)
+
+    @property
+    def new_tokens(self) -> int:
+        """That it brings to every row."""
+        return self.end - self.start
 
     def real(self) -> torch.Tensor:
         """Which new tokens are real, boolean `[batch, new tokens]` on the CPU."""
         if self.mask is None:
-            return torch.ones(self.batch, self.end - self.start, dtype=torch.bool)
+            return torch.ones(self.batch, self.new_tokens, dtype=torch.bool)
         return self.mask[:, self.start : self.end].to("cpu", torch.bool)
 
     def positions(self) -> torch.Tensor | None:
         """Where they stand, `[batch, new tokens]` on the CPU; None if the model does not say it like this."""
         given = self.call.position_ids
-        if given is None or given.dim() != 2 or given.shape[1] != self.end - self.start:
+        if given is None or given.dim() != 2 or given.shape[1] != self.new_tokens:
             return None
         return given.expand(self.batch, -1).cpu() if given.shape[0] in (1, self.batch) else None
 
@@ -98,60 +134,50 @@ class Padding:
     was_generating: bool = field(default=False, compare=False)
     is_settled: bool = field(default=False, compare=False)
 
-    def after(self, forward: Forward, block_size: int, *, is_left_out: bool) -> Padding:
+    def after(self, forward: Forward, block_size: int, *, leaves_out: bool) -> Padding:
         """What is to be remembered when a forward is stored.
 
         Args:
             forward: It.
             block_size: Tokens per block.
-            is_left_out: Whether the padding of a first prompt is left out.
+            leaves_out: Whether padding need not be stored. Where the stack alone tells of the mask, it is.
 
         Raises:
-            CacheMismatchError: Positions of a padded row do not go on where they ended.
+            CacheMismatchError: Positions of a padded row do not go on where they ended, or the mask shows
+                what is not stored.
         """
         if not forward.start:
-            tokens = _leading_padding(forward)
+            tokens = () if forward.mask is None else _leading(forward.real())
             if not any(tokens):
                 return NO_PADDING
+            is_left_out = leaves_out and forward.is_noted
             known = Padding(tokens, (0,) * forward.batch, is_left_out, ((),) * forward.batch)
         elif self.tokens:
+            if not forward.is_noted:
+                self._check_call(forward)
             known = replace(self._up_to(forward.start), tokens=self._longer(forward))
         else:
             return self
         if known.is_left_out:
             unstored = zip(known.unstored, known.tokens, strict=True)
             known = replace(known, unstored=tuple(max(n, t // block_size * block_size) for n, t in unstored))
-        if forward.start and not self._is_worth_waiting(forward):
-            return known
+        if forward.start and not self._is_worth_waiting(forward.device, forward.new_tokens, forward.call):
+            return known._up_to(forward.end)
         seen = known._at_positions(forward)
         return replace(seen, was_generating=forward.call.is_generating, is_settled=forward.start > 0)
 
-    def check_mask(self, forward: Forward) -> None:
+    def check_mask(self, noted: NotedMask, call: ModelCall) -> None:
         """Raise CacheMismatchError if the mask of a forward shows what is not stored.
 
         Where the answer lies on a GPU, only forwards are looked at whose positions would be, see `after`.
         """
         if not any(self.unstored):
             return
-        if forward.mask is None:
+        mask = noted.mask
+        if mask is None:
             raise self._unhidden("came without a mask that hides it")
-        if self._is_worth_waiting(forward):
-            self._check_hidden(forward.mask[:, : max(self.unstored)].to("cpu", torch.bool))
-
-    def check_call(self, forward: Forward) -> None:
-        """The same for a forward whose mask is known from its call alone."""
-        mask = forward.call.attention_mask
-        if not any(self.unstored) or forward.call.forward.frame is None:
-            return
-        if forward.call.is_without_mask:
-            raise self._unhidden("came without a mask that hides it")
-        if mask is None or mask.shape[-1] < forward.end or not self._is_worth_waiting(forward):
-            return
-        if mask.dim() == 4:  # the newest query is no padding
-            mask = mask[:, :, -1].amax(1) if mask.dtype != torch.bool else mask[:, :, -1].any(1)
-            mask = mask if mask.dtype == torch.bool else mask > _HIDDEN
-        if mask.dim() == 2 and mask.shape[0] in (1, forward.batch):
-            self._check_hidden(mask[:, : max(self.unstored)].to("cpu", torch.bool).expand(forward.batch, -1))
+        if self._is_worth_waiting(mask.device, noted.new_tokens, call):
+            self._check_hidden(mask)
 
     def crop(self, num_tokens: int) -> Padding:
         """For rows that are cut down to their first tokens."""
@@ -169,6 +195,35 @@ class Padding:
             is_settled=False,
         )
 
+    def drop(self, start: int, end: int) -> Padding:
+        """Without the tokens `[start, end)`, where no key knows its position."""
+        tokens, unstored = (
+            tuple(n - min(n, end) + min(n, start) for n in counts) for counts in (self.tokens, self.unstored)
+        )
+        if not any(tokens):
+            return NO_PADDING
+        return Padding(tokens, unstored)
+
+    def stored(self) -> Padding:
+        """For rows that store all their padding from now on, with zeros where it was left out."""
+        return replace(self, is_left_out=False) if self.tokens else self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same in lists and numbers."""
+        return {
+            "tokens": list(self.tokens),
+            "unstored": list(self.unstored),
+            "is_left_out": self.is_left_out,
+            "runs": [[list(run) for run in runs] for runs in self.runs],
+            "end": self.end,
+        }
+
+    @classmethod
+    def from_state_dict(cls, saved: Mapping[str, Any]) -> Padding:
+        """What `state_dict` was made of."""
+        runs = tuple(tuple(Run(*run) for run in runs) for runs in saved["runs"])
+        return cls(tuple(saved["tokens"]), tuple(saved["unstored"]), saved["is_left_out"], runs, saved["end"])
+
     def reorder(self, rows: Sequence[int]) -> Padding:
         """For rows that become copies of old ones; forgets all if none of those begins with padding."""
         tokens = tuple(self.tokens[row] for row in rows) if self.tokens else ()
@@ -178,17 +233,32 @@ class Padding:
         runs = tuple(self.runs[row] for row in rows) if self.runs else ()
         return replace(self, tokens=tokens, unstored=unstored, runs=runs, is_settled=False)
 
-    def _is_worth_waiting(self, forward: Forward) -> bool:
+    def _check_call(self, forward: Forward) -> None:
+        """Look at the mask of a forward that is known from the stack alone."""
+        call, mask = forward.call, forward.call.attention_mask
+        if not any(self.unstored) or call.forward.frame is None:
+            return
+        if call.is_without_mask:
+            raise self._unhidden("came without a mask that hides it")
+        if mask is None or mask.shape[-1] < forward.end:
+            return
+        if mask.dim() == 4:  # the newest query is no padding
+            newest = mask[:, :, -1]
+            mask = newest.any(1) if mask.dtype == torch.bool else (newest > _HIDDEN).any(1)
+        if mask.dim() == 2 and self._is_worth_waiting(forward.device, forward.new_tokens, call):
+            self._check_hidden(mask)
+
+    def _is_worth_waiting(self, device: torch.device, new_tokens: int, call: ModelCall) -> bool:
         """Whether to look at what a forward brings.
 
         Always on a CPU. A decode step must not make the host wait for a GPU, so there one token after others
         is taken to go on as they did.
         """
         return (
-            forward.device.type == "cpu"
+            device.type == "cpu"
             or not self.is_settled
-            or forward.end - forward.start > 1
-            or forward.call.is_generating != self.was_generating
+            or new_tokens > 1
+            or call.is_generating != self.was_generating
         )
 
     def _longer(self, forward: Forward) -> tuple[int, ...]:
@@ -210,7 +280,7 @@ class Padding:
         positions = forward.positions() if self.runs else None
         if positions is None:
             # A first prompt without positions of this kind says that there is nothing to compare.
-            return self if forward.start else replace(self, runs=(), end=forward.end)
+            return self._up_to(forward.end) if forward.start else replace(self, runs=(), end=forward.end)
         found = _runs(forward.real(), positions, forward.start)
         for row, (old, new) in enumerate(zip(self.runs, found, strict=True)):
             if self.tokens[row] and old and new and new[0].position != old[-1].next_position:
@@ -218,8 +288,11 @@ class Padding:
         runs = tuple(_joined(old, new) for old, new in zip(self.runs, found, strict=True))
         return replace(self, runs=runs, end=forward.end)
 
-    def _check_hidden(self, shown: torch.Tensor) -> None:
+    def _check_hidden(self, mask: torch.Tensor) -> None:
+        shown = mask[:, : max(self.unstored)].to("cpu", torch.bool)
         places = torch.arange(shown.shape[1])
+        if shown.shape[0] != len(self.unstored) and 1 not in (shown.shape[0], len(self.unstored)):
+            return  # which is refused elsewhere; copies of one row are not
         if bool((shown & (places < torch.tensor(self.unstored)[:, None])).any()):
             raise self._unhidden("has a mask that shows some of it")
 
@@ -233,13 +306,6 @@ class Padding:
 
 
 NO_PADDING = Padding()
-
-
-def _leading_padding(forward: Forward) -> tuple[int, ...]:
-    mask = forward.mask
-    if mask is None or mask.shape[0] != forward.batch or mask.shape[1] < forward.end:
-        return ()
-    return _leading(forward.real())
 
 
 def _leading(real: torch.Tensor) -> tuple[int, ...]:

@@ -8,16 +8,21 @@ opens the step: blocks are reserved in every group, or nothing happens at all. T
 step_end  ─ written   written   ·           <- tokens [step_start, step_end) are reserved everywhere
 step_start─ written   written   written
 ```
+
+A step is over when all layers have joined. One that stays open after its forward has ended (an exception, or
+`use_cache=False`) is taken back by whoever looks next.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from . import calls, static
-from .capacity import Capacity
+from .calls import ModelCall, Place
 from .config import PagedCacheConfig
 from .errors import (
     CacheMismatchError,
@@ -27,13 +32,16 @@ from .errors import (
     UnstorableValueError,
 )
 from .group import LayerGroup
-from .guard import KeyErrorGuard
+from .groups import LayerGroups
+from .history import TokenHistory
 from .kernels.problem import LayerBlocks
-from .kv_pool import PoolShape
-from .padding import NO_PADDING, Forward, Padding
-from .precision import Precision
+from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .spec import LayerSpec
-from .static import StaticGroup
+
+_NO_NEW_TOKENS = (
+    "layer {layer}: no new tokens. The cache already holds {held} tokens per row, and the prompt has no more "
+    "than that; pass a longer prompt, `cache.crop(...)` what differs, or `cache.reset()`"
+)
 
 
 class CacheState:
@@ -45,16 +53,16 @@ class CacheState:
         tokens: Layer index -> tokens that this layer holds of every row.
         step_start: Tokens stored before the step in progress (or the last one).
         step_end: Tokens stored when that step is complete.
+        history: Ids of the stored tokens, as far as they are known.
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
         has_host_states: Other layers of the cache keep recurrent states, which cannot be taken back.
         broken: A forward failed after such a state had moved on; only a reset helps.
+        is_encoder_decoder: The model has an encoder, so that this may be the cache of its cross-attention.
+        has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
-        is_static: Whether steps can be compiled: every row has its blocks from the start. Then `tokens`,
-            `step_start` and `step_end` are what they were at the last `pull`.
+        hosts: The layers of the host's own classes in the cache, and such parts of layers.
         has_open_step: Some layer of static rows has yet to join the step in progress.
-        blocks: Layer index -> where its K and V lie; filled as layers get their first.
-        precision: How layers are stored; settled when rows begin.
         padding: What is remembered of rows that begin with padding.
     """
 
@@ -66,40 +74,57 @@ class CacheState:
         self.tokens = dict.fromkeys(specs, 0)
         self.step_start = 0
         self.step_end = 0
+        self.history = TokenHistory()
         self.record_past = False
         self.has_host_states = False
         self.broken = False
+        self.is_encoder_decoder = False
+        self.has_masks = False
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
-        self.is_static = False
         self.has_open_step = False
         self.padding = NO_PADDING
-        self._noted: tuple[int, int, torch.Tensor | None] | None = None
-        self._specs = specs
-        self._capacity = Capacity(config, specs, max_positions)
+        self._noted: NotedMask | None = None
+        self.hosts: list[Any] = []
+        self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
-        self._groups: dict[int | None, LayerGroup] = {}
-        # After the groups, so that a deep copy finds the copies that they have made.
-        self.blocks: dict[int, LayerBlocks] = {}
-        self.precision = Precision.of(config, specs, 0)
-        guard = config.key_error_guard
-        self._guard = None if guard == "off" else KeyErrorGuard(raises=guard == "error")
+        self._is_open = False  # a step is in progress
+        self._missing = 0  # layers that have yet to join it
+        self._rows_before: int | None = None  # rows before the step spread them over more
+        self._forward: Place | None = None  # that opened it, if known
+        self._user: Place | None = None  # the call of the host that has used the cache last
+        self._is_read_only = False
 
     @property
     def groups(self) -> list[LayerGroup]:
         """The groups, in the order of their first layers; empty before the first update."""
-        return list(self._groups.values())
+        return self._groups.all
+
+    @property
+    def blocks(self) -> dict[int, LayerBlocks]:
+        """Layer index -> where its K and V lie; filled as layers get their first."""
+        return self._groups.blocks
+
+    @property
+    def is_static(self) -> bool:
+        """Whether steps can be compiled: every row has its blocks from the start.
+
+        Then `tokens`, `step_start` and `step_end` are what they were at the last `pull`.
+        """
+        return self._groups.is_static
+
+    @property
+    def row_capacity_tokens(self) -> int:
+        """Tokens that a static row can hold."""
+        return self._groups.row_capacity_tokens
 
     def group_of(self, layer_idx: int) -> LayerGroup:
         """The group that a layer belongs to (only after the first update)."""
-        return self._groups[self._specs[layer_idx].window]
+        return self._groups.of(layer_idx)
 
     def layer_dtypes(self) -> dict[int, str]:
         """Layer index -> name of the format that it is stored in now."""
-        formats = dict(self.precision.formats)
-        for group in self.groups:
-            formats.update(group.formats)
-        return {index: "auto" if form is None else form.name for index, form in formats.items()}
+        return self._groups.layer_dtypes()
 
     # --- the step -------------------------------------------------------------------------------------------
 
@@ -107,12 +132,14 @@ class CacheState:
         """Reserve room for the new tokens in every group, all or nothing.
 
         Raises:
-            CacheMismatchError: The layers do not advance together, or the mask or the positions of rows that
-                begin with padding do not go on as they began.
+            CacheMismatchError: The layers do not advance together, another thread uses the cache, or the mask
+                or the positions of rows that begin with padding do not go on as they began.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
             QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
             UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
         """
+        call = None if torch.compiler.is_compiling() else calls.current()
+        self.take(call)
         start, new_tokens = self.tokens[layer_idx], key_states.shape[2]
         if self.broken:
             raise CacheMismatchError(
@@ -120,26 +147,61 @@ class CacheState:
                 "taken back; call `cache.reset()` and start from the prompt"
             )
         if new_tokens == 0:
-            raise CacheMismatchError(
-                f"layer {layer_idx}: no new tokens. The cache already holds {start} tokens per row, and the "
-                "prompt has no more than that; pass a longer prompt, `cache.crop(...)` what differs, or "
-                "`cache.reset()`"
-            )
+            raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
         self._check_in_step(layer_idx, start)
-        if not self.batch:
-            self._open_rows(key_states, value_states)
-        try:
-            padding = self._padding_after(start, key_states)
-            more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
-            self._reserve(start, new_tokens, more)
-        except (CacheMismatchError, PoolExhausted, QuantisationError, UnstorableValueError):
-            self.broken = self.has_host_states
-            if not start:
-                self.reset()
-            raise
-        self.padding = padding
+        is_read_only = call is not None and call.use_cache is False and not self._is_cross
+        if is_read_only and start and call is not None and call.is_generating:
+            self.give_back_rows()
+            raise PagedCacheError(
+                f"generate(use_cache=False) would feed the whole text at every step, on top of the {start} "
+                "tokens that the cache holds. Leave `use_cache` away, or pass `cache.frozen()` to generate "
+                "without changing this cache"
+            )
+        with self._groups.store.lock:
+            keep_history = self.record_past or is_read_only
+            self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
+        self._missing, self._is_read_only = len(self.tokens), is_read_only
+        self._forward, self._is_open = None if call is None else call.forward, True
+        ids = None if call is None else call.input_ids
+        self.history.feed(start, self.step_end, self.batch, ids)
+
+    def take(self, call: ModelCall | None) -> None:
+        """Let this thread use the cache, and see to what an ended forward has left.
+
+        Raises:
+            CacheMismatchError: Another thread is using it.
+        """
+        with self._groups.store.lock:
+            self.check_thread()
+            if call is not None:
+                self._user = call.root
+        self.settle()
+
+    def check_thread(self) -> None:
+        """Raise CacheMismatchError if another thread is using the cache."""
+        user = self._user
+        if user is None or user.is_here or not user.is_running():
+            return
+        if user.frame is None and not self._is_open:
+            return  # nobody knows, but no step is in progress
+        raise CacheMismatchError(
+            "a forward or `generate` in another thread is using this cache, and one cache serves one thread "
+            "at a time. Give every thread its own: `cache.fork()` shares what is cached so far, "
+            "`PagedCache(model)` starts empty"
+        )
+
+    def settle(self) -> None:
+        """Take back the step of a forward that has ended, if layers are missing or it was only to read."""
+        forward = self._forward
+        if not self._is_open or forward is None or forward.frame is None or forward.is_running():
+            return
+        if self._is_cross:
+            return  # what is written is whole, and the host has noted which layers are
+        if self._is_read_only or self._behind(self.step_end):
+            self.abort_step()
+        self._close_step()
 
     def note_mask(self, start: int, new_tokens: int, mask: torch.Tensor | None) -> None:
         """Hear of the mask of a forward before any layer runs.
@@ -152,22 +214,21 @@ class CacheState:
         Raises:
             CacheMismatchError: It shows padding that is not stored.
         """
-        self._noted = start, new_tokens, mask
+        self._noted = NotedMask(start, new_tokens, mask)
         if start and self.padding.tokens:
-            device = torch.device("cpu") if mask is None else mask.device
-            self.padding.check_mask(
-                Forward(start, start + new_tokens, self.batch, mask, device, calls.current())
-            )
+            self.padding.check_mask(self._noted, calls.current())
 
     def check_static_room(self, tokens: int) -> None:
         """Raise PoolExhausted if static rows cannot have so many tokens."""
         if tokens > self.row_capacity_tokens:
-            raise self._no_room(tokens, self.row_capacity_tokens, self.batch)
+            raise self._groups.no_static_room(tokens, self.row_capacity_tokens, self.batch)
 
     def check_room(self, new_tokens: int) -> None:
         """Raise PoolExhausted if a forward of so many tokens would, before any layer has run."""
         for group in self.groups if self.batch else ():
-            self._make_room(group, self.step_end, new_tokens)
+            self._groups.make_room(
+                group, self.batch, self.step_end, new_tokens, keep_history=self.record_past
+            )
 
     def pull(self) -> None:
         """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.
@@ -177,7 +238,7 @@ class CacheState:
         """
         if not (self.is_static and self.batch):
             return
-        length = max(group.pull_length() for group in self.groups if isinstance(group, StaticGroup))
+        length = self._groups.pull_length()
         if length != self.step_end:
             self.tokens = {
                 index: length if count == self.step_end else count for index, count in self.tokens.items()
@@ -197,25 +258,27 @@ class CacheState:
     def would_be_static(self, device: torch.device) -> bool:
         """Whether rows on a device are, or will be, static."""
         return self.is_static or (
-            not self._groups and self.can_be_static and device.type in static.DEVICES and self.is_attended()
+            not self.groups and self.can_be_static and device.type in static.DEVICES and self.is_attended()
         )
-
-    @property
-    def row_capacity_tokens(self) -> int:
-        """Tokens that a static row can hold."""
-        return min(group.capacity_tokens for group in self.groups if isinstance(group, StaticGroup))
 
     def written(self, layer_idx: int) -> None:
         """Note that a layer holds the tokens of this step."""
         self.tokens[layer_idx] = self.step_end
         self._last_written = layer_idx
+        self._missing -= 1
+        if not self._missing and not self._is_read_only:
+            self._close_step()
         if self.is_static:
             self.has_open_step = any(
                 self.tokens[index] != self.step_end
-                for group in self.groups
-                if isinstance(group, StaticGroup)
+                for group in self._groups.static
                 for index in group.static_blocks
             )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is in progress, or its forward has left it so."""
+        return self._is_open
 
     def is_next_in_step(self, layer_idx: int) -> bool:
         """Whether a step is in progress that this layer has yet to join."""
@@ -226,14 +289,14 @@ class CacheState:
         if self.step_end > self.step_start:
             self.broken = self.has_host_states
             self._crop_to(self.step_start)
+        self.give_back_rows()
+        self._close_step()
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place in a pool."""
-        if not self._groups:
-            self._open_rows(key_states, value_states)
-        blocks = self.group_of(layer_idx).claim(layer_idx, key_states, value_states)
-        self.blocks[layer_idx] = blocks
-        return blocks
+        if not self.groups:
+            self._open_rows(key_states, value_states, keep_history=self.record_past)
+        return self._groups.claim(layer_idx, key_states, value_states)
 
     # --- what a user does between forwards ------------------------------------------------------------------
 
@@ -243,15 +306,13 @@ class CacheState:
             self._crop_to(max(0, self.step_end - tokens_to_remove))
         if self.record_past:
             # What a rejected draft could have needed is settled now.
-            for group in self.groups:
-                group.release_outside_window()
+            self._groups.release_outside_window()
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what `crop` would raise; changes nothing."""
         num_tokens = self.step_end - tokens_to_remove
         try:
-            for group in self.groups if num_tokens > 0 else ():
-                group.check_crop(num_tokens)
+            self._groups.check_crop(num_tokens)
         except ValueError as error:
             raise PagedCacheError(
                 f"cannot crop to {num_tokens} tokens: {error}. Call `cache.activate_past_recording()` before "
@@ -270,27 +331,65 @@ class CacheState:
                 f"{self.batch} rows), got {list(row_indices)}"
             )
         rows = [row % self.batch for row in row_indices]
-        for group in self.groups:
-            group.reorder(rows)
+        self._groups.reorder(rows)
+        self.history.reorder(rows)
         self.batch = len(rows)
         self.padding = self.padding.reorder(rows)
 
+    def spread_rows(self, rows: int) -> None:
+        """Give the one row of the cache to so many, for the step that begins."""
+        self._rows_before = self.batch
+        self._move_all([0] * rows)
+
+    def give_back_rows(self) -> None:
+        """Undo `spread_rows`, if the step that wanted it has failed."""
+        if self._rows_before is not None and self.batch:
+            self._move_all(list(range(self._rows_before)))
+        self._rows_before = None
+
+    def _move_all(self, rows: list[int]) -> None:
+        self.reorder(rows)
+        for host in self.hosts:
+            host.reorder_cache(torch.tensor(rows))
+
     def reset(self) -> None:
         """Forget all rows and give their blocks back; pools stay."""
-        for group in self.groups:
-            group.reset()
+        self._groups.reset()
+        self.history.crop(0)
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
-        self.has_open_step = False
         self._last_written = None
         self.padding, self._noted = NO_PADDING, None
+        self._rows_before = None
+        self._close_step()
+
+    def fork(self) -> CacheState:
+        """The same rows for another cache, by sharing their blocks."""
+        twin = copy.copy(self)
+        twin.tokens = dict(self.tokens)
+        twin.history = self.history.copy()
+        twin._groups = self._groups.fork()
+        twin._forward = twin._user = twin._noted = None
+        return twin
+
+    def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:
+        """Take over the lengths of contents that were put into the groups."""
+        self.batch, self.tokens, self.padding = batch, dict(tokens), padding
+        self.step_start = self.step_end = length
+
+    @property
+    def layer_groups(self) -> LayerGroups:
+        """All groups as one."""
+        return self._groups
+
+    def is_next_in_any_layer(self) -> bool:
+        """Whether some layer has yet to join a step in progress."""
+        return any(self.is_next_in_step(index) for index in self._behind(self.step_end))
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost or the layers disagree."""
+        self._groups.check_integrity()
         for group in self.groups:
-            group.manager.check_integrity()
-            if group.dense is not None:
-                group.dense.check_integrity(table.ids for table in group.manager.tables)
             assert group.num_tokens in (self.step_end, 0), (
                 f"the group of window {group.window} has {group.num_tokens} tokens, the cache {self.step_end}"
             )
@@ -299,8 +398,22 @@ class CacheState:
             f"layers hold {sorted(counts)} tokens, but the last step went from {self.step_start} to "
             f"{self.step_end}"
         )
+        assert self.history.count <= self.step_end, "ids are known of tokens that are not stored"
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def _is_cross(self) -> bool:
+        """Whether it holds the encoder's tokens, which come once and never change."""
+        return self.is_encoder_decoder and not self.has_masks
+
+    def _behind(self, count: int) -> list[int]:
+        """The layers that have not come as far as the last step.
+
+        Layers that a model never writes hold nothing; layers after the last one written were not reached.
+        """
+        last = -1 if self._last_written is None else self._last_written
+        return [i for i, held in self.tokens.items() if held != count and (held or i > last >= 0)]
 
     def _check_in_step(self, layer_idx: int, start: int) -> None:
         """A new step may only begin when every layer has finished the last one."""
@@ -313,13 +426,7 @@ class CacheState:
                 "must be updated in every forward, with the same number of tokens. `cache.reset()` starts "
                 "anew"
             )
-        if not start:
-            return
-        # Layers that a model never writes hold nothing; layers after the last one written were not reached.
-        last = -1 if self._last_written is None else self._last_written
-        behind = [
-            index for index, count in self.tokens.items() if count != start and (count or index > last >= 0)
-        ]
+        behind = self._behind(start) if start else []
         if behind:
             first = behind[0]
             held = self.tokens[first]
@@ -331,146 +438,65 @@ class CacheState:
                 "`EncoderDecoderCache(PagedCache(model), DynamicCache())`"
             )
 
-    def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        batch, new_tokens = key_states.shape[0], key_states.shape[2]
-        precision = Precision.of(self.config, self._specs, new_tokens)
-        if precision != self.precision:
-            # Pools of another format are of no use any more.
-            self.precision = precision
-            self._groups.clear()
-            self.blocks.clear()
-        if not self._groups:
-            self.is_static = self.would_be_static(key_states.device)
-        capacity = self._capacity.wanted_blocks(
-            batch,
-            new_tokens,
-            PoolShape.of(key_states, value_states),
-            precision,
-            keep_history=self.record_past,
-            is_static=self.is_static,
-        )
-        if self.is_static:
-            self._fit_static_rows(batch, new_tokens, capacity)
-        elif any(group.num_blocks < capacity[window] for window, group in self._groups.items()):
-            for group in self.groups:
-                group.grow(max(group.num_blocks, capacity[group.window]))
-        for window in () if self._groups else tuple(capacity):
-            specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
-            size, num_blocks = self.config.block_size, capacity[window]
-            self._groups[window] = (
-                StaticGroup(
-                    window, specs, num_blocks=num_blocks, block_size=size, row_blocks=num_blocks // batch
-                )
-                if self.is_static
-                else LayerGroup(
-                    window,
-                    specs,
-                    num_blocks=num_blocks,
-                    block_size=size,
-                    row_blocks=self._capacity.row_blocks,
-                    precision=precision,
-                    guard=self._guard,
-                )
+    def _reserve(
+        self,
+        start: int,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        call: ModelCall | None,
+        *,
+        keep_history: bool,
+    ) -> Padding:
+        """Make room in all groups. Returns what is to be remembered of padding."""
+        try:
+            padding = self._padding_after(start, key_states, call)
+            more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
+            if not self.batch:
+                self._open_rows(key_states, value_states, keep_history=keep_history)
+            self._groups.reserve(
+                self.batch, start, key_states.shape[2], keep_history=keep_history, padding=more
             )
-        for group in self.groups:
-            group.start(batch)
-        self.batch = batch
+        except (CacheMismatchError, PoolExhausted, QuantisationError, UnstorableValueError):
+            self.broken = self.has_host_states
+            if not start:
+                self.reset()
+            self.give_back_rows()
+            raise
+        self._groups.set_writing(True)
+        return padding
 
-    def _fit_static_rows(self, batch: int, new_tokens: int, capacity: dict[int | None, int]) -> None:
-        """Share the pools out evenly over the rows, in the groups that there are."""
-        for group in self.groups:  # what they have counts as free memory no more
-            capacity[group.window] = max(capacity[group.window], group.num_blocks)
-        row_blocks = min(capacity.values()) // batch
-        if new_tokens > row_blocks * self.config.block_size:
-            raise self._no_room(new_tokens, row_blocks * self.config.block_size, batch)
-        capacity.update(dict.fromkeys(capacity, row_blocks * batch))
-        for group in self.groups:
-            assert isinstance(group, StaticGroup), "a cache is static from its first update on, or never"
-            group.resize(row_blocks, row_blocks * batch)
+    def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
+        with self._groups.store.lock:
+            self._groups.open_rows(
+                key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
+            )
+        self.batch = key_states.shape[0]
 
-    def _padding_after(self, start: int, key_states: torch.Tensor) -> Padding:
+    def _padding_after(self, start: int, key_states: torch.Tensor, call: ModelCall | None) -> Padding:
         """What is to be remembered of padding when the new tokens are stored."""
-        batch, _, new_tokens, _ = key_states.shape
         noted, self._noted = self._noted, None
-        if torch.compiler.is_compiling() or (start and not self.padding.tokens):
+        if call is None or self._is_cross or (start and not self.padding.tokens):
             return self.padding
-        is_noted = noted is not None and noted[:2] == (start, new_tokens)
-        mask = noted[2] if is_noted and noted is not None else None
-        if is_noted and mask is None and not start:
-            return NO_PADDING
-        call = calls.current()
-        if not is_noted and call.attention_mask is not None and call.attention_mask.dim() == 2:
-            mask = call.attention_mask
-        if mask is not None and (mask.shape[0] != batch or mask.shape[1] < start + new_tokens):
-            mask = None
-        forward = Forward(start, start + new_tokens, batch, mask, key_states.device, call)
-        if start and not is_noted:
-            self.padding.check_call(forward)
-        return self.padding.after(
-            forward, self.config.block_size, is_left_out=is_noted and not self.is_static
-        )
+        forward = Forward.of(noted, start, key_states, call)
+        leaves_out = not self.would_be_static(key_states.device)
+        return self.padding.after(forward, self.config.block_size, leaves_out=leaves_out)
 
-    def _reserve(self, start: int, new_tokens: int, padding: Sequence[int]) -> None:
-        keep = self.record_past
-        for group in self.groups:
-            group.check_faults()
-            self._make_room(group, start, new_tokens, padding)
-        for group in self.groups:
-            group.check_full(new_tokens)
-            group.seal_full(new_tokens)
-        for group in self.groups:
-            group.reserve(new_tokens, keep_history=keep, padding=padding)
-
-    def _make_room(self, group: LayerGroup, start: int, new_tokens: int, padding: Sequence[int] = ()) -> None:
-        """Raise unless the group can take the new tokens, growing it where its rows have become more."""
-        if isinstance(group, StaticGroup):
-            if start + new_tokens > group.capacity_tokens:
-                raise self._no_room(start + new_tokens, group.capacity_tokens, self.batch)
-            return
-        pool = group.manager.pool
-        keep = self.record_past
-        needed = group.manager.blocks_needed(new_tokens, keep_history=keep, padding=padding)
-        if pool.can_allocate(needed):
-            return
-        free = pool.num_free + pool.num_pending
-        missing = needed - free
-        grown = min(
-            max(2 * group.num_blocks, group.num_blocks + missing),
-            self._capacity.ceiling_blocks(group.pools, self.batch),
-        )
-        if grown - group.num_blocks >= missing:
-            group.grow(grown)
-            return
-        raise PoolExhausted(
-            f"{new_tokens} new tokens for {self.batch} rows need {needed} blocks of "
-            f"{self.config.block_size} tokens, and {free} of {group.num_blocks} are free; nothing was "
-            "written. Ways out: a larger `PagedCache(..., max_tokens=...)` (now "
-            f"{group.num_blocks * self.config.block_size} tokens over all rows), `cache.crop(...)`, "
-            "`cache.reset()`, or a smaller batch",
-            needed_blocks=needed,
-            free_blocks=free,
-            block_size=self.config.block_size,
-        )
-
-    def _no_room(self, tokens: int, capacity: int, rows: int) -> PoolExhausted:
-        """What to raise when static rows cannot be that long."""
-        size = self.config.block_size
-        return PoolExhausted(
-            f"{tokens} tokens in each of {rows} rows: with compile=True every row has the same share of the "
-            f"pool, here {capacity} tokens; nothing was written. Ways out: `PagedCache(..., "
-            f"max_tokens={tokens * rows})` or more, a smaller batch, `cache.crop(...)`, `cache.reset()`",
-            needed_blocks=rows * -(-tokens // size),
-            free_blocks=0,
-            block_size=size,
-        )
+    def _close_step(self) -> None:
+        """Nothing more is written by the step; its tokens are there, or were taken back."""
+        self._is_open = self._is_read_only = False
+        self._forward = self._rows_before = None
+        self.has_open_step = False
+        self._groups.set_writing(False)
 
     def _crop_to(self, num_tokens: int) -> None:
         if not num_tokens:
+            rows_before = self._rows_before
             self.reset()
+            self._rows_before = rows_before
             return
         self.check_crop(self.step_end - num_tokens)
-        for group in self.groups:
-            group.crop(num_tokens)
+        self._groups.crop(num_tokens)
+        self.history.crop(num_tokens)
         self.tokens = {index: min(count, num_tokens) for index, count in self.tokens.items()}
         self.step_start = self.step_end = num_tokens
         self.has_open_step = False

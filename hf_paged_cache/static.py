@@ -19,6 +19,7 @@ from .group import LayerGroup
 from .kernels import dispatch, gpu
 from .kernels.problem import LayerBlocks, StaticBlocks
 from .spec import LayerSpec
+from .store import Section
 
 DEVICES = frozenset({"cuda"})
 """Device types where compiled steps pay."""
@@ -32,7 +33,7 @@ class StaticGroup(LayerGroup):
     Args:
         window: Tokens a query sees, or None for all. Blocks outside it stay.
         specs: Layer index -> what the config says of that layer.
-        num_blocks: Blocks of each pool.
+        section: Whose blocks it takes, alone.
         block_size: Tokens per block.
         row_blocks: Blocks of every row.
 
@@ -47,12 +48,12 @@ class StaticGroup(LayerGroup):
         self,
         window: int | None,
         specs: dict[int, LayerSpec],
+        section: Section,
         *,
-        num_blocks: int,
         block_size: int,
         row_blocks: int,
     ) -> None:
-        super().__init__(window, specs, num_blocks=num_blocks, block_size=block_size, row_blocks=row_blocks)
+        super().__init__(window, specs, section, block_size=block_size, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
         self.vetted: set[int] = set()
         reason = gpu.unavailable_reason()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from hf_paged_cache import PagedCache, disable, masks, state
 from hf_paged_cache.errors import CacheMismatchError, PoolExhausted
 from hf_paged_cache.formats import FORMATS, kv_format
-from hf_paged_cache.kv_pool import KVPool, PoolShape
+from hf_paged_cache.kv_pool import KVPool, PoolShape, Storage
 from hf_paged_cache.padding import Forward, Padding
 from tests.models import CASES, host_cache, shared_model
 from tests.padded import (
@@ -257,6 +260,80 @@ def test_copies_and_choices_of_rows_keep_their_padding(name: str) -> None:
         one.check_integrity()
 
 
+def _twins(model: Any, cache: PagedCache, name: str) -> dict[str, PagedCache]:
+    """Caches with the same contents, by every way there is."""
+    saved = io.BytesIO()
+    torch.save(cache.state_dict(), saved)
+    saved.seek(0)
+    loaded = cache_of(model, name)
+    loaded.load_state_dict(torch.load(saved, weights_only=True))
+    twins = {"fork": cache.fork(), "deepcopy": copy.deepcopy(cache), "state_dict": loaded}
+    if name == "auto":
+        twins["from_cache"] = PagedCache.from_cache(cache, model, block_size=32)
+    return twins
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_copies_of_a_cache_keep_its_padding(case: str, name: str) -> None:
+    model, inputs = shared_model(case), ragged(70, 40, 3)
+    where = positions(inputs["attention_mask"])
+    cache = cache_of(model, name, key_error_guard="off")
+    fill(model, cache, inputs, position_ids=where)
+    twins = _twins(model, cache, name)
+    expected = _goes_on(model, copy.deepcopy(cache), inputs)
+    new = {"input_ids": torch.stack([prompt(2)] * 3)}
+    for way, twin in twins.items():
+        with pytest.raises(CacheMismatchError, match="begin with padding"):
+            fill(model, twin, new, position_ids=where[:, -1:] + torch.tensor([1, 2]))
+        twin.check_integrity()
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+        with pytest.raises(CacheMismatchError, match="position_ids: row 1"):
+            fill(model, twin, new | {"attention_mask": mask})
+        assert _goes_on(model, twin, inputs) == expected, way
+        twin.check_integrity()
+    assert _goes_on(model, cache, inputs) == expected
+    cache.check_integrity()
+
+
+def test_a_copy_with_other_blocks_still_wants_its_padding_hidden() -> None:
+    model, inputs = llama(), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs, position_ids=positions(inputs["attention_mask"]))
+    dense = cache.to_dynamic_cache()
+    assert not dense.layers[0].keys[1, :, :BLOCK].any()
+    twin = PagedCache.from_cache(cache, model, block_size=BLOCK)
+    assert stored_columns(twin) == [[True] * 3] * 2
+    assert twin._state.padding.unstored == (0, BLOCK)
+
+
+def test_a_frozen_look_leaves_padding_as_it_was() -> None:
+    model, inputs = llama(), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs, position_ids=positions(inputs["attention_mask"]))
+    before = cache._state.padding
+    turn = extended(inputs, inputs["input_ids"], torch.stack([prompt(3)] * 2))
+    expected = generate(model, copy.deepcopy(cache), turn).tolist()
+    where = positions(turn["attention_mask"])[:, 40:]
+    new = {"input_ids": turn["input_ids"][:, 40:], "attention_mask": turn["attention_mask"]}
+    fill(model, cache, new, position_ids=where, use_cache=False)
+    assert cache.get_seq_length() == 40
+    assert cache._state.padding == before
+    assert generate(model, cache, turn).tolist() == expected
+
+
+def test_dropped_tokens_take_their_padding_with_them() -> None:
+    model, inputs = shared_model("falcon-alibi"), ragged(60, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    assert cache._state.padding.tokens == (0, 40)
+    cache.drop(10, 30)
+    assert cache._state.padding.tokens == (0, 20)
+    cache.drop(15, 25)
+    assert cache._state.padding.tokens == (0, 15)
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 48, 49, 69])
 @pytest.mark.parametrize("name", ALL)
 def test_a_row_cut_in_the_middle_of_its_padding_goes_on(name: str, length: int) -> None:
@@ -288,7 +365,7 @@ def test_a_row_cut_in_the_middle_of_its_padding_goes_on(name: str, length: int) 
 def test_a_blank_block_decodes_to_zeros(name: str) -> None:
     form = kv_format(name, group_size=8)
     shape = PoolShape(2, 16, 16, torch.float32, torch.device("cpu"), form)
-    pool = KVPool(shape, num_blocks=3, num_layers=2, block_size=BLOCK, num_slots=1)
+    pool = KVPool(Storage(shape, num_blocks=3, num_layers=2, block_size=BLOCK), num_slots=1)
     assert pool.records is not None
     pool.records.fill_(255)
     pool.keys.fill_(1.0)
@@ -498,10 +575,10 @@ def test_looking_at_positions_asks_a_gpu_nothing_in_a_decode_step(monkeypatch: p
 
     monkeypatch.setattr(Padding, "_at_positions", counted)
 
-    def on_a_gpu(start: int, end: int, batch: int, mask: Any, device: Any, call: Any) -> Forward:
-        return Forward(start, end, batch, mask, torch.device("cuda"), call)
+    def on_a_gpu(*known: Any) -> Forward:
+        return replace(Forward.of(*known), device=torch.device("cuda"))
 
-    monkeypatch.setattr(state, "Forward", on_a_gpu)
+    monkeypatch.setattr(state, "Forward", SimpleNamespace(of=on_a_gpu))
     model, inputs = llama(), ragged(40, 20)
     cache = PagedCache(model, block_size=BLOCK)
     said = generate(model, cache, inputs, tokens=10)
@@ -509,7 +586,7 @@ def test_looking_at_positions_asks_a_gpu_nothing_in_a_decode_step(monkeypatch: p
     turn = extended(inputs, said, torch.stack([prompt(3), prompt(3)]))
     generate(model, cache, turn, tokens=5)
     assert asked == [0, 40, 49]
-    assert [runs[-1].end for runs in cache._state.padding.runs] == [cache.get_seq_length() - 1] * 2
+    assert [runs[-1].end for runs in cache._state.padding.runs] == [cache.get_seq_length()] * 2
 
 
 # --- prompts of which nothing is known ----------------------------------------------------------------------

@@ -66,7 +66,17 @@ class DenseBlocks:
 
     def live_slots(self, manager: BlockManager) -> list[int]:
         """Slots of blocks that rows hold, in order."""
-        return sorted(slot for block_id, slot in self._slots.items() if manager.pool.ref_count(block_id))
+        held = self._held(manager)
+        return sorted(slot for block_id, slot in self._slots.items() if block_id in held)
+
+    def slots_by_id(self, manager: BlockManager) -> dict[int, int]:
+        """Block id -> slot, of the dense blocks of all rows."""
+        return {table.ids[c]: slot for table in manager.tables for c, slot in self.slots_of(table.ids)}
+
+    def adopt(self, manager: BlockManager, columns: Sequence[int], ids: Sequence[int]) -> list[int]:
+        """Make blocks of rows that were adopted dense. Returns their slots."""
+        self.columns = list(columns)
+        return [self._slot_for(manager, block_id) for block_id in ids]
 
     def full(self, manager: BlockManager, new_tokens: int) -> list[tuple[int, int]]:
         """Blocks to seal before new tokens are reserved, as (slot, block id)."""
@@ -168,12 +178,17 @@ class DenseBlocks:
     def _slot_for(self, manager: BlockManager, block_id: int) -> int:
         if block_id not in self._slots:
             if not self._free:
-                for stale in [b for b in self._slots if not manager.pool.ref_count(b)]:
+                held = self._held(manager)
+                for stale in [block_id for block_id in self._slots if block_id not in held]:
                     self._drop(stale)
             if not self._free:
                 self._provide(self.num_slots + max(1, self.num_slots // 2))
             self._slots[block_id] = self._free.pop()
         return self._slots[block_id]
+
+    def _held(self, manager: BlockManager) -> set[int]:
+        """Blocks of the rows; others may hold blocks of the pool too."""
+        return {block_id for table in manager.tables for block_id in table.ids}
 
     def _drop(self, block_id: int) -> None:
         slot = self._slots.pop(block_id, None)

@@ -72,6 +72,7 @@ class BlockManager:
         num_blocks: Size of the pool.
         block_size: Tokens per block.
         window: Sliding window in tokens, the query's own included; `None` keeps everything.
+        pool: A pool of others to take blocks from, instead of one with `num_blocks`.
 
     Attributes:
         pool: The blocks. Others may share blocks of it, then `check_integrity` wants their ids.
@@ -84,11 +85,13 @@ class BlockManager:
         PagedCacheError: A size is below 1.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, window: int | None = None, *, pool: BlockPool | None = None
+    ) -> None:
         for name, value in (("block_size", block_size), ("window", 1 if window is None else window)):
             if value < 1:
                 raise PagedCacheError(f"Expected {name} ≥ 1, got {value}.")
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks) if pool is None else pool
         self.block_size = block_size
         self.window = window
         self.version = 0
@@ -244,6 +247,53 @@ class BlockManager:
         self._tables = new
         self._find_fullest()
         self.version += 1
+
+    def fork(self) -> BlockManager:
+        """Another manager with the same rows, by sharing their blocks."""
+        twin = BlockManager(self.pool.num_blocks, self.block_size, self.window, pool=self.pool)
+        twin._tables = [table.fork() for table in self._tables]
+        twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
+        self.pool.share([block_id for table in twin._tables for block_id in table.stored_ids()])
+        return twin
+
+    def adopt(
+        self, tables: Sequence[Sequence[int]], num_tokens: int, padding: Sequence[int]
+    ) -> dict[int, int] | None:
+        """Begin with rows of so many tokens, whose tables name blocks by numbers of somebody else.
+
+        Args:
+            tables: The numbers of every row, or NULL_BLOCK.
+            num_tokens: Of every row.
+            padding: Of every row, how many leading blocks are NULL because their tokens were padding.
+
+        Returns:
+            Number -> id of the block that was taken for it; `None` when there are too few, then nothing has
+            changed.
+        """
+        numbers = list(dict.fromkeys(n for table in tables for n in table if n != NULL_BLOCK))
+        taken = self.pool.allocate(len(numbers))
+        if taken is None:
+            return None
+        ids = dict(zip(numbers, taken, strict=True))
+        self._tables = [
+            BlockTable(self.block_size, [ids.get(n, NULL_BLOCK) for n in table], num_tokens, 0, blocks)
+            for table, blocks in zip(tables, padding, strict=True)
+        ]
+        self._find_fullest()
+        held = Counter(block_id for table in self._tables for block_id in table.stored_ids())
+        self.pool.share([block_id for block_id, rows in held.items() for _ in range(rows - 1)])
+        self._num_sealed = 0
+        self.version += 1
+        return ids
+
+    def apart(self) -> BlockManager:
+        """The same rows and ids over a pool of their own, in which nobody else holds a block."""
+        twin = BlockManager(self.pool.num_blocks, self.block_size, self.window)
+        twin.version = self.version
+        twin._tables = [table.fork() for table in self._tables]
+        twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
+        twin.pool = self.pool.restricted_to(table.ids for table in self._tables)
+        return twin
 
     def reset(self, *, later: bool = False) -> None:
         """Release all rows and forget the batch.

@@ -250,6 +250,20 @@ class BlockPool:
         self._ref_counts[block_id] -= 1
         return fresh[0]
 
+    def referenced(self) -> list[int]:
+        """The blocks with at least one reference, in order."""
+        return [block_id for block_id, count in enumerate(self._ref_counts) if count]
+
+    def restricted_to(self, tables: Iterable[Iterable[int]]) -> BlockPool:
+        """A pool of the same size and ids where only these tables hold blocks, which keep their states."""
+        held = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
+        twin = BlockPool(self.num_blocks)
+        for block_id, count in held.items():
+            twin._ref_counts[block_id] = count
+            twin._states[block_id] = self._states[block_id]
+        twin._free = [block_id for block_id in twin._free if block_id not in held]
+        return twin
+
     # --- the invariant ------------------------------------------------------------------------------------
 
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:

@@ -1,0 +1,109 @@
+"""From the caches of `transformers` to blocks, and back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+from .errors import PagedCacheError
+from .layer import PagedLayer, PagedWindowLayer
+
+
+def copy_into(paged: Any, other: Cache) -> None:
+    """Store in an empty `PagedCache` what another cache holds.
+
+    Raises:
+        PagedCacheError: The other has other layers, keeps K and V in a form that is not dense, or has dropped
+            tokens that a layer of this cache needs.
+    """
+    if isinstance(other, EncoderDecoderCache) or not isinstance(other, Cache):
+        raise PagedCacheError(
+            f"cannot convert a {type(other).__name__}: pass a Cache; for an EncoderDecoderCache, its "
+            "`self_attention_cache` and `cross_attention_cache`, each for itself"
+        )
+    if len(other.layers) > len(paged.layers):
+        raise PagedCacheError(
+            f"the other cache has {len(other.layers)} layers, and the model {len(paged.layers)}: it belongs "
+            "to another model"
+        )
+    found = [_states(index, mine, layer) for index, (mine, layer) in enumerate(_pairs(paged, other))]
+    with torch.no_grad():
+        for index, states in enumerate(found):
+            if states is not None:
+                paged.update(*states, index)
+    if hasattr(other, "_state"):  # another paged cache, which may have left padding out
+        paged._state.padding = other._state.padding.stored()
+    for mine, layer in _pairs(paged, other):
+        host = mine if not isinstance(mine, PagedLayer) else getattr(mine, "host_part", None)
+        source = getattr(layer, "host_part", layer)
+        if host is not None:
+            held = ("keys", "values", "is_initialized") if isinstance(mine, PagedLayer) else ()
+            for name in vars(host):
+                if name not in held and hasattr(source, name):
+                    setattr(host, name, copy.deepcopy(getattr(source, name)))
+
+
+def to_dynamic(paged: Any, config: PreTrainedConfig) -> DynamicCache:
+    """A `DynamicCache` for the same model with the same contents, in dense tensors of its own."""
+    dynamic = DynamicCache(config=config)
+    for index, mine in enumerate(paged.layers):
+        layer: Any = dynamic.layers[index]
+        if not isinstance(mine, PagedLayer):
+            dynamic.layers[index] = copy.deepcopy(mine)
+            continue
+        keys, values = mine.keys, mine.values
+        if keys is not None and values is not None and keys.shape[2]:
+            layer.update(keys.clone(), values.clone())
+            if isinstance(mine, PagedWindowLayer):
+                layer.cumulative_length = mine.get_seq_length()
+        part = getattr(mine, "host_part", None)
+        for name in vars(part) if part is not None else ():
+            if name not in ("keys", "values", "is_initialized"):
+                setattr(layer, name, copy.deepcopy(getattr(part, name)))
+    return dynamic
+
+
+def _pairs(paged: Any, other: Cache) -> list[tuple[Any, Any]]:
+    return list(zip(paged.layers, other.layers, strict=False))
+
+
+def _states(index: int, mine: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """K and V of one layer, as long as its rows; zeros stand for what a window has dropped."""
+    if not isinstance(mine, PagedLayer):
+        if type(layer) is not type(mine):
+            raise PagedCacheError(
+                f"layer {index} is a {type(layer).__name__} there and a {type(mine).__name__} here: the "
+                "other cache belongs to another model"
+            )
+        return None
+    if not isinstance(layer, CacheLayerMixin):
+        raise PagedCacheError(f"layer {index} is a {type(layer).__name__} there, which holds no K and V")
+    if hasattr(layer, "_dequantize"):
+        raise PagedCacheError(
+            f"layer {index} is a {type(layer).__name__}, whose K and V are quantised in another way; feed "
+            "the tokens to the model instead"
+        )
+    length = int(layer.get_seq_length())
+    if not length or layer.keys is None or layer.values is None:
+        return None
+    keys, values = layer.keys, layer.values
+    held = min(length, keys.shape[2])
+    if not getattr(layer, "is_sliding", False):
+        keys, values = keys[:, :, :length], values[:, :, :length]
+    elif type(layer).__name__.startswith("Static"):
+        raise PagedCacheError(f"layer {index} is a {type(layer).__name__}; convert a DynamicCache instead")
+    elif held < min(length, mine.sliding_window - 1 if isinstance(mine, PagedWindowLayer) else length):
+        raise PagedCacheError(
+            f"layer {index} holds the last {held} of {length} tokens there, and more are needed here"
+        )
+    return _padded(keys, length), _padded(values, length)
+
+
+def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
+    missing = length - states.shape[2]
+    dense = states.detach() + 0 if type(states) is not torch.Tensor else states.detach()
+    return torch.nn.functional.pad(dense, (0, 0, missing, 0)) if missing > 0 else dense

@@ -1,0 +1,320 @@
+"""All layer groups of one cache: opened, reserved, cut and moved together, all of them or none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .capacity import Capacity
+from .config import PagedCacheConfig
+from .errors import PoolExhausted
+from .group import LayerGroup
+from .guard import KeyErrorGuard
+from .kernels.problem import LayerBlocks
+from .kv_pool import PoolShape
+from .precision import Precision
+from .spec import LayerSpec
+from .static import StaticGroup
+from .store import Store
+
+
+class LayerGroups:
+    """The groups of a cache, by window. There are none before the first update.
+
+    Args:
+        config: Settings.
+        specs: Layer index -> what the config of the model says of that layer.
+        max_positions: Longest sequence the model was made for, if its config says.
+
+    Attributes:
+        store: Blocks and tensors, shared with the caches that were forked from this one.
+        precision: How layers are stored; settled when rows begin.
+        is_static: Whether every row has its blocks from the start.
+        blocks: Layer index -> where its K and V lie; filled as layers get their first.
+    """
+
+    def __init__(
+        self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
+    ) -> None:
+        self.store = Store()
+        self.precision = Precision.of(config, specs, 0)
+        self.is_static = False
+        self.blocks: dict[int, LayerBlocks] = {}
+        self._config = config
+        self._specs = specs
+        self._capacity = Capacity(config, specs, max_positions)
+        self._by_window: dict[int | None, LayerGroup] = {}
+        guard = config.key_error_guard
+        self._guard = None if guard == "off" else KeyErrorGuard(raises=guard == "error")
+
+    @property
+    def all(self) -> list[LayerGroup]:
+        """The groups, in the order of their first layers."""
+        return list(self._by_window.values())
+
+    @property
+    def static(self) -> list[StaticGroup]:
+        """Those whose rows have all their blocks."""
+        return [group for group in self.all if isinstance(group, StaticGroup)]
+
+    @property
+    def row_capacity_tokens(self) -> int:
+        """Tokens that a static row can hold."""
+        return min(group.capacity_tokens for group in self.static)
+
+    def of(self, layer_idx: int) -> LayerGroup:
+        """The group that a layer belongs to (only when there are groups)."""
+        return self._by_window[self._specs[layer_idx].window]
+
+    def layer_dtypes(self) -> dict[int, str]:
+        """Layer index -> name of the format that it is stored in now."""
+        formats = dict(self.precision.formats)
+        for group in self.all:
+            formats.update(group.formats)
+        return {index: "auto" if form is None else form.name for index, form in formats.items()}
+
+    # --- rows -----------------------------------------------------------------------------------------------
+
+    def open_rows(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *,
+        keep_history: bool,
+        would_be_static: Callable[[torch.device], bool],
+    ) -> None:
+        """Begin with empty rows for K and V of this shape, in groups that are made if there are none.
+
+        Raises:
+            PoolExhausted: Static rows cannot be that long.
+        """
+        batch, new_tokens = key_states.shape[0], key_states.shape[2]
+        precision = Precision.of(self._config, self._specs, new_tokens)
+        if precision != self.precision:
+            # What was stored in other formats is of no use any more.
+            self.precision = precision
+            self.clear()
+        if not self._by_window:
+            self.is_static = would_be_static(key_states.device)
+        capacity = self._capacity.wanted_blocks(
+            batch,
+            new_tokens,
+            PoolShape.of(key_states, value_states),
+            precision,
+            keep_history=keep_history,
+            is_static=self.is_static,
+        )
+        if self.is_static:
+            self._fit_static_rows(batch, new_tokens, capacity)
+        elif any(group.num_blocks < capacity[window] for window, group in self._by_window.items()):
+            for group in self.all:
+                if group.can_grow:
+                    group.grow(max(group.num_blocks, capacity[group.window]))
+        for window in () if self._by_window else tuple(capacity):
+            self._by_window[window] = self._new_group(window, capacity[window], batch)
+        for group in self.all:
+            group.start(batch)
+
+    def clear(self) -> None:
+        """Forget the groups with their rows; the next ones may be stored in other formats."""
+        self.reset()
+        self._by_window.clear()
+        self.blocks = {}
+        if self.store.num_caches <= 1:
+            self.store = Store()
+
+    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+        """Give a layer its place in a pool."""
+        with self.store.lock:
+            blocks = self.of(layer_idx).claim(layer_idx, key_states, value_states)
+        self.blocks[layer_idx] = blocks
+        return blocks
+
+    def reserve(
+        self, batch: int, start: int, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()
+    ) -> None:
+        """Make room for new tokens of every row, in all groups or in none.
+
+        Args:
+            batch: Rows.
+            start: Tokens of every row.
+            new_tokens: That come.
+            keep_history: Windows keep what they would drop.
+            padding: Of every row, leading tokens that need not be stored; empty if there are no more.
+
+        Raises:
+            PoolExhausted: Too few blocks. Nothing was written, nothing changed.
+            QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
+            UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
+        """
+        for group in self.all:
+            group.check_faults()
+            self.make_room(group, batch, start, new_tokens, keep_history=keep_history, padding=padding)
+        for group in self.all:
+            group.check_full(new_tokens)
+            group.seal_full(new_tokens)
+        for group in self.all:
+            group.reserve(new_tokens, keep_history=keep_history, padding=padding)
+
+    def make_room(
+        self,
+        group: LayerGroup,
+        batch: int,
+        start: int,
+        new_tokens: int,
+        *,
+        keep_history: bool,
+        padding: Sequence[int] = (),
+    ) -> None:
+        """Raise unless a group can take the new tokens, growing it where its rows have become more."""
+        if isinstance(group, StaticGroup):
+            if start + new_tokens > group.capacity_tokens:
+                raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
+            return
+        group.section.collect()
+        pool = group.manager.pool
+        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history, padding=padding)
+        if pool.can_allocate(needed):
+            return
+        free = pool.num_free + pool.num_pending
+        missing = needed - free
+        grown = min(
+            max(2 * group.num_blocks, group.num_blocks + missing),
+            self._capacity.ceiling_blocks(group.pools, sum(m.manager.batch for m in group.section.members)),
+        )
+        if grown - group.num_blocks >= missing and group.can_grow:
+            group.grow(grown)
+            return
+        raise self._no_room(group, batch, new_tokens, needed, free)
+
+    def set_writing(self, is_writing: bool) -> None:
+        """Note whether a forward is in progress: then tensors have to stay where they are."""
+        for group in self.all:
+            group.is_writing = is_writing
+
+    def crop(self, num_tokens: int) -> None:
+        """Cut every row down to its first tokens."""
+        with self.store.lock:
+            for group in self.all:
+                group.crop(num_tokens)
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Raise a ValueError if rows cannot be cut to so many tokens; changes nothing."""
+        for group in self.all if num_tokens > 0 else ():
+            group.check_crop(num_tokens)
+
+    def release_outside_window(self) -> None:
+        """Give back what was only kept for a roll-back."""
+        with self.store.lock:
+            for group in self.all:
+                group.release_outside_window()
+
+    def reorder(self, row_indices: Sequence[int]) -> None:
+        """Make the rows copies of the given old rows, by reference."""
+        with self.store.lock:
+            for group in self.all:
+                group.reorder(row_indices)
+
+    def reset(self) -> None:
+        """Forget all rows and give their blocks back; pools stay."""
+        with self.store.lock:
+            for group in self.all:
+                group.reset()
+                group.is_writing = False
+
+    def pull_length(self) -> int:
+        """Tokens of static rows, asked of the device."""
+        return max(group.pull_length() for group in self.static)
+
+    def check_integrity(self) -> None:
+        """Raise an AssertionError if blocks were lost, over all caches of the store."""
+        with self.store.lock:
+            for group in self.all:
+                group.section.collect()
+                others = [
+                    table.ids
+                    for member in group.section.members
+                    if member is not group
+                    for table in member.manager.tables
+                ]
+                group.manager.check_integrity(others)
+                if group.dense is not None:
+                    group.dense.check_integrity(table.ids for table in group.manager.tables)
+
+    def fork(self) -> LayerGroups:
+        """The same rows for another cache, by sharing their blocks."""
+        with self.store.lock:
+            return self._copy(self.store, {window: group.fork() for window, group in self._by_window.items()})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
+        """The same rows in blocks of their own."""
+        with self.store.lock:
+            twin = self._copy(Store(), copy.deepcopy(self._by_window, memo))
+        for window, group in twin._by_window.items():
+            twin.store.put(window, group.section)
+        memo[id(self)] = twin
+        return twin
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _copy(self, store: Store, groups: dict[int | None, LayerGroup]) -> LayerGroups:
+        twin = copy.copy(self)
+        twin.store, twin._by_window = store, groups
+        twin.blocks = {index: group.blocks_of(index) for group in groups.values() for index in group.claimed}
+        return twin
+
+    def _new_group(self, window: int | None, num_blocks: int, batch: int) -> LayerGroup:
+        specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
+        section, size = self.store.section(window, num_blocks), self._config.block_size
+        if self.is_static:
+            return StaticGroup(window, specs, section, block_size=size, row_blocks=num_blocks // batch)
+        return LayerGroup(
+            window,
+            specs,
+            section,
+            block_size=size,
+            row_blocks=self._capacity.row_blocks,
+            precision=self.precision,
+            guard=self._guard,
+        )
+
+    def _fit_static_rows(self, batch: int, new_tokens: int, capacity: dict[int | None, int]) -> None:
+        """Share the pools out evenly over the rows, in the groups that there are."""
+        for group in self.all:  # what they have counts as free memory no more
+            capacity[group.window] = max(capacity[group.window], group.num_blocks)
+        row_blocks = min(capacity.values()) // batch
+        if new_tokens > row_blocks * self._config.block_size:
+            raise self.no_static_room(new_tokens, row_blocks * self._config.block_size, batch)
+        capacity.update(dict.fromkeys(capacity, row_blocks * batch))
+        for group in self.static:
+            group.resize(row_blocks, row_blocks * batch)
+
+    def _no_room(
+        self, group: LayerGroup, batch: int, new_tokens: int, needed: int, free: int
+    ) -> PoolExhausted:
+        size, caches = self._config.block_size, len(group.section.members)
+        shared = f", which {caches} caches share" if caches > 1 else ""
+        return PoolExhausted(
+            f"{new_tokens} new tokens for {batch} rows need {needed} blocks of {size} tokens, and {free} of "
+            f"{group.num_blocks} are free{shared}; nothing was written. Ways out: a larger "
+            f"`PagedCache(..., max_tokens=...)` (now {group.num_blocks * size} tokens over all rows), "
+            "`cache.crop(...)`, `cache.reset()`, or a smaller batch",
+            needed_blocks=needed,
+            free_blocks=free,
+            block_size=size,
+        )
+
+    def no_static_room(self, tokens: int, capacity: int, rows: int) -> PoolExhausted:
+        """What to raise when static rows cannot be that long."""
+        size = self._config.block_size
+        return PoolExhausted(
+            f"{tokens} tokens in each of {rows} rows: with compile=True every row has the same share of the "
+            f"pool, here {capacity} tokens; nothing was written. Ways out: `PagedCache(..., "
+            f"max_tokens={tokens * rows})` or more, a smaller batch, `cache.crop(...)`, `cache.reset()`",
+            needed_blocks=rows * -(-tokens // size),
+            free_blocks=0,
+            block_size=size,
+        )

@@ -1,0 +1,131 @@
+"""What several caches can share: blocks, the tensors they lie in, and the lock for both.
+
+A cache has a store of its own unless it was forked from another. Every cache keeps its rows to itself: block
+ids in tables. Caches of one store may run in different threads: whoever takes blocks, gives them back or
+replaces tensors holds the lock; kernels run without it, since no two caches ever write to one block.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .blocks import BlockManager, BlockPool
+from .kv_pool import PoolShape, Storage
+
+if TYPE_CHECKING:
+    from .group import LayerGroup
+
+
+class Section:
+    """The part of a store for layers that keep the same tokens (all, or those of one window).
+
+    Attributes:
+        blocks: Who refers to which block.
+        storages: The tensors, one for each shape and format of layers.
+        version: Bumped when tensors were replaced by larger ones; caches then look where their layers lie.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = BlockPool(num_blocks)
+        self.storages: list[Storage] = []
+        self.version = 0
+        self._members: weakref.WeakSet[LayerGroup] = weakref.WeakSet()
+        self._left: deque[BlockManager] = deque()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Section:
+        raise AssertionError("a layer group says which blocks of its section a copy of it needs")
+
+    @property
+    def members(self) -> list[LayerGroup]:
+        """The layer groups of all caches that use it."""
+        return list(self._members)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    def join(self, group: LayerGroup) -> None:
+        """Count a group among the members, and take its blocks back when it is dropped."""
+        self._members.add(group)
+        # In the middle of anything, so blocks are only noted here.
+        weakref.finalize(group, self._left.append, group.manager).atexit = False
+
+    def collect(self) -> None:
+        """Take back the blocks of groups that were dropped."""
+        while self._left:
+            self._left.popleft().reset()
+
+    def claim(self, layer_idx: int, shape: PoolShape, block_size: int, room: int) -> tuple[Storage, int]:
+        """The storage of a layer and its place there.
+
+        Args:
+            layer_idx: Index of the layer.
+            shape: Of its K and V, and how they are stored.
+            block_size: Tokens per block.
+            room: Layers of that shape that are expected, if a storage has to be made.
+        """
+        for storage in self.storages:
+            place = storage.claim(layer_idx) if storage.shape == shape else None
+            if place is not None:
+                return storage, place
+        storage = Storage(
+            shape, num_blocks=self.blocks.num_blocks, num_layers=max(1, room), block_size=block_size
+        )
+        self.storages.append(storage)
+        place = storage.claim(layer_idx)
+        assert place is not None, "a new storage has room for a layer"
+        return storage, place
+
+    def drop(self, storage: Storage) -> None:
+        """Forget a storage that no member uses."""
+        if not any(pool.storage is storage for group in self._members for pool in group.pools):
+            self.storages.remove(storage)
+
+    def grow(self, num_blocks: int) -> None:
+        """Enlarge every storage to `num_blocks`; ids and contents stay. All of them or none."""
+        used = self.blocks.referenced()
+        larger = [storage.copy(num_blocks, used) for storage in self.storages]
+        self.blocks.grow(num_blocks - self.blocks.num_blocks)
+        for storage, copied in zip(self.storages, larger, strict=True):
+            storage.become(copied)
+        self.version += 1
+
+
+class Store:
+    """The sections of one or more caches.
+
+    Attributes:
+        lock: Held by whoever changes what belongs to whom.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._sections: dict[int | None, Section] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        """An empty store: the copy of a cache brings its own blocks."""
+        twin = memo[id(self)] = Store()
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[[], Store], tuple[()]]:
+        return Store, ()
+
+    def section(self, window: int | None, num_blocks: int) -> Section:
+        """The section of a window, made with so many blocks if there is none."""
+        if window not in self._sections:
+            self._sections[window] = Section(num_blocks)
+        return self._sections[window]
+
+    def put(self, window: int | None, section: Section) -> None:
+        """Take in a section that was made elsewhere."""
+        self._sections[window] = section
+
+    @property
+    def num_caches(self) -> int:
+        """Caches that share it."""
+        return max((len(section.members) for section in self._sections.values()), default=1)
