@@ -67,7 +67,9 @@ class ModelCall:
         root: The outermost call of the host around it: `generate`, or the forward itself.
         use_cache: What that forward was told; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
-            it has none.
+            it has none that its answer depends on.
+        attention_mask: What that forward has under this name, if it is a tensor.
+        is_without_mask: Whether that forward has the name, and nothing under it.
         input_ids: `[batch, tokens]` as that forward has them; None if it was given embeddings.
         is_generating: Whether `generate` is behind it.
     """
@@ -76,6 +78,8 @@ class ModelCall:
     root: Place
     use_cache: bool | None
     position_ids: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    is_without_mask: bool
     input_ids: torch.Tensor | None
     is_generating: bool
 
@@ -99,11 +103,15 @@ def current() -> ModelCall:
         frame = frame.f_back
     told = {} if inner is None else inner.f_locals
     use_cache = told.get("use_cache")
+    # Falcon takes positions, and with ALiBi has no use for them.
+    has_positions = told.get("alibi") is None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         use_cache if isinstance(use_cache, bool) else None,
-        _tensor_in(told, "position_ids"),
+        _tensor_in(told, "position_ids") if has_positions else None,
+        _tensor_in(told, "attention_mask"),
+        "attention_mask" in told and told["attention_mask"] is None,
         _tensor_in(told, "input_ids"),
         is_generating,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -134,7 +135,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
         length = tokens - first + query_length
-        return length if torch.compiler.is_compiling() else PagedLength(length), first
+        if torch.compiler.is_compiling():
+            return length, first
+        announced = PagedLength(length)
+        announced.note = partial(state.note_mask, tokens, query_length)
+        return announced, first
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
@@ -157,7 +162,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
-        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none."""
+        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
+
+        Zeros stand for what is not stored: tokens outside a window, blocks of left padding.
+        """
         views = self._stored_views()
         return views[0] if views else None
 

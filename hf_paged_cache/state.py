@@ -34,6 +34,7 @@ from .group import LayerGroup
 from .groups import LayerGroups
 from .history import TokenHistory
 from .kernels.problem import LayerBlocks
+from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .spec import LayerSpec
 from .undo import Undo
 
@@ -63,6 +64,7 @@ class CacheState:
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
+        padding: What is remembered of rows that begin with padding.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class CacheState:
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.has_open_step = False
+        self.padding = NO_PADDING
+        self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
         self._is_open = False  # a step is in progress
@@ -131,7 +135,8 @@ class CacheState:
         """Reserve room for the new tokens in every group, all or nothing.
 
         Raises:
-            CacheMismatchError: The layers do not advance together, or another thread uses the cache.
+            CacheMismatchError: The layers do not advance together, another thread uses the cache, or the mask
+                or the positions of rows that begin with padding do not go on as they began.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
             QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
             UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
@@ -157,7 +162,8 @@ class CacheState:
                 "without changing this cache"
             )
         with self._groups.store.lock:
-            self._reserve(start, key_states, value_states, keep_history=self.record_past or is_read_only)
+            keep_history = self.record_past or is_read_only
+            self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
         self._missing, self._is_read_only = len(self.tokens), is_read_only
@@ -201,6 +207,21 @@ class CacheState:
         if self._is_read_only or self._behind(self.step_end):
             self.abort_step()
         self._close_step()
+
+    def note_mask(self, start: int, new_tokens: int, mask: torch.Tensor | None) -> None:
+        """Hear of the mask of a forward before any layer runs.
+
+        Args:
+            start: Tokens per row before it.
+            new_tokens: That it brings.
+            mask: `[batch, tokens]`, nonzero where a token is real; None if all are.
+
+        Raises:
+            CacheMismatchError: It shows padding that is not stored.
+        """
+        self._noted = NotedMask(start, new_tokens, mask)
+        if start and self.padding.tokens:
+            self.padding.check_mask(self._noted, calls.current())
 
     def check_static_room(self, tokens: int) -> None:
         """Raise PoolExhausted if static rows cannot have so many tokens."""
@@ -279,9 +300,9 @@ class CacheState:
     def _share_twins(self) -> None:
         """Store rows of a prompt once that are the same in every layer."""
         if any(self._is_twin):
-            rows = [0]
+            padding, rows = self.padding.tokens or (0,) * self.batch, [0]
             for row, is_twin in enumerate(self._is_twin, start=1):
-                rows.append(rows[-1] if is_twin else row)
+                rows.append(rows[-1] if is_twin and padding[row] == padding[row - 1] else row)
             self.reorder(rows)
         self._is_twin = []
 
@@ -342,6 +363,7 @@ class CacheState:
         self._groups.reorder(rows)
         self.history.reorder(rows)
         self.batch = len(rows)
+        self.padding = self.padding.reorder(rows)
 
     @staticmethod
     def checked_rows(row_indices: Sequence[int], batch: int) -> list[int]:
@@ -375,6 +397,7 @@ class CacheState:
         self.batch = self.step_start = self.step_end = 0
         self.is_lost = False
         self._last_written = None
+        self.padding, self._noted = NO_PADDING, None
         self._rows_before = None
         self._close_step()
 
@@ -389,11 +412,11 @@ class CacheState:
 
     def forget_user(self) -> None:
         """Belong to no thread and no forward, as a copy does."""
-        self._forward = self._user = None
+        self._forward = self._user = self._noted = None
 
-    def restore(self, batch: int, tokens: dict[int, int], length: int) -> None:
+    def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:
         """Take over the lengths of contents that were put into the groups."""
-        self.batch, self.tokens = batch, dict(tokens)
+        self.batch, self.tokens, self.padding = batch, dict(tokens), padding
         self.step_start = self.step_end = length
 
     @property
@@ -459,18 +482,30 @@ class CacheState:
             )
 
     def _reserve(
-        self, start: int, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool
-    ) -> None:
+        self,
+        start: int,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        call: ModelCall | None,
+        *,
+        keep_history: bool,
+    ) -> Padding:
+        """Make room in all groups. Returns what is to be remembered of padding."""
         try:
+            padding = self._padding_after(start, key_states, call)
+            more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
             if not self.batch:
                 self._open_rows(key_states, value_states, keep_history=keep_history)
-            self._groups.reserve(self.batch, start, key_states.shape[2], keep_history=keep_history)
-        except (PoolExhausted, QuantisationError, UnstorableValueError):
+            self._groups.reserve(
+                self.batch, start, key_states.shape[2], keep_history=keep_history, padding=more
+            )
+        except (CacheMismatchError, PoolExhausted, QuantisationError, UnstorableValueError):
             self.take_back_outside()
             if not start:
                 self.reset()
             raise
         self._groups.set_writing(True)
+        return padding
 
     def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
         with self._groups.store.lock:
@@ -478,6 +513,15 @@ class CacheState:
                 key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
             )
         self.batch = key_states.shape[0]
+
+    def _padding_after(self, start: int, key_states: torch.Tensor, call: ModelCall | None) -> Padding:
+        """What is to be remembered of padding when the new tokens are stored."""
+        noted, self._noted = self._noted, None
+        if call is None or self._is_cross or (start and not self.padding.tokens):
+            return self.padding
+        forward = Forward.of(noted, start, key_states, call)
+        leaves_out = not self.would_be_static(key_states.device)
+        return self.padding.after(forward, self.config.block_size, leaves_out=leaves_out)
 
     def _close_step(self) -> None:
         """Nothing more is written by the step; its tokens are there, or were taken back."""
@@ -497,3 +541,4 @@ class CacheState:
         self.step_start = self.step_end = num_tokens
         self.has_open_step = False
         self._last_written = None
+        self.padding, self._noted = self.padding.crop(num_tokens), None

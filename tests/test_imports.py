@@ -19,7 +19,7 @@ LAYERS = [
     ["blocks"],
     ["precision", "kernels"],
     ["memory", "lazy", "guard", "faults", "calls", "history", "deprecated", "undo"],
-    ["kv_pool"],
+    ["kv_pool", "padding"],
     ["tables", "store"],
     ["group", "capacity"],
     ["static"],
