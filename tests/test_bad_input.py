@@ -265,7 +265,9 @@ def test_another_batch_size_is_refused_with_the_way_out(model: PreTrainedModel) 
     ids = torch.arange(1, 10)[None].repeat(2, 1)
     model.generate(ids, past_key_values=cache, max_new_tokens=1)
     longer = torch.cat([ids, ids], dim=1)
-    with pytest.raises(CacheMismatchError, match=r"has 6 rows, but the cache holds 2 rows.*batch_repeat_interleave"):
+    with pytest.raises(
+        CacheMismatchError, match=r"has 6 rows, but the cache holds 2 rows.*batch_repeat_interleave"
+    ):
         model.generate(longer, past_key_values=cache, max_new_tokens=4, num_beams=3)
     cache.check_integrity()
 
