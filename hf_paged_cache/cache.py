@@ -352,6 +352,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         """Counts of rows, tokens and blocks; of all caches that share the blocks, if this one was forked."""
         self._state.settle()
         self._state.pull()
+        self._state.layer_groups.collect()
         groups = self._state.groups
         pools = [group.manager.pool for group in groups]
         return CacheStats(

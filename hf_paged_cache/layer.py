@@ -97,6 +97,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             self._write_quantised(blocks, stored_keys, stored_values, start)
         else:
             dispatch.write(blocks, stored_keys, stored_values, start)
+        state.compare_rows(stored_keys, stored_values)
         state.written(self.layer_idx)
         stored = StoredKV(
             state,

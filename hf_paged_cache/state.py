@@ -86,6 +86,7 @@ class CacheState:
         self._last_written: int | None = None
         self._is_open = False  # a step is in progress
         self._missing = 0  # layers that have yet to join it
+        self._is_twin: list[bool] = []  # row i + 1 of a prompt is so far the same as row i
         self._rows_before: int | None = None  # rows before the step spread them over more
         self._forward: Place | None = None  # that opened it, if known
         self._user: Place | None = None  # the call of the host that has used the cache last
@@ -157,6 +158,7 @@ class CacheState:
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
         self._missing, self._is_read_only = len(self.tokens), is_read_only
+        self._is_twin = [True] * (self.batch - 1) if not start and not self.is_static else []
         self._forward, self._is_open = None if call is None else call.forward, True
         ids = None if call is None else call.input_ids
         self.history.feed(start, self.step_end, self.batch, ids)
@@ -246,6 +248,7 @@ class CacheState:
         self._last_written = layer_idx
         self._missing -= 1
         if not self._missing and not self._is_read_only:
+            self._share_twins()
             self._close_step()
         if self.is_static:
             self.has_open_step = any(
@@ -258,6 +261,24 @@ class CacheState:
     def is_open(self) -> bool:
         """Whether a step is in progress, or its forward has left it so."""
         return self._is_open
+
+    def compare_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Look which rows of a prompt are the same in this layer too, as those of beams are."""
+        if not any(self._is_twin):
+            return
+        for states in (key_states[:, :, -1:], key_states, value_states):
+            if any(self._is_twin):
+                same = (states[1:] == states[:-1]).flatten(1).all(dim=1).tolist()
+                self._is_twin = [a and b for a, b in zip(self._is_twin, same, strict=True)]
+
+    def _share_twins(self) -> None:
+        """Store rows of a prompt once that are the same in every layer."""
+        if any(self._is_twin):
+            rows = [0]
+            for row, is_twin in enumerate(self._is_twin, start=1):
+                rows.append(rows[-1] if is_twin else row)
+            self.reorder(rows)
+        self._is_twin = []
 
     def is_next_in_step(self, layer_idx: int) -> bool:
         """Whether a step is in progress that this layer has yet to join."""
