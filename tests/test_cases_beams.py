@@ -146,7 +146,7 @@ def test_the_prefix_of_one_row_is_stored_once_for_all(form: str) -> None:
 def test_beams_hold_the_blocks_of_the_prompt_and_their_own_new_ones(form: str, warm: bool) -> None:
     """Case 28. 8 beams on a prompt of 16 blocks."""
     model, ids = shared_model("llama"), prompt(1, 13 * BLOCK)
-    cache = PagedCache(model, block_size=BLOCK, kv_cache_dtype=form, max_tokens=64 * BLOCK)
+    cache = PagedCache(model, block_size=BLOCK, kv_cache_dtype=form)
     if warm:
         fill(model, cache, ids[:, :-1])
     new_blocks = 2

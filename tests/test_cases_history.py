@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheMismatchError, PagedCache, PagedCacheError
+from hf_paged_cache import CacheMismatchError, PagedCache, PagedCacheError, disable
 from hf_paged_cache.formats import FORMATS
 from tests.chats import (
     AT_EDGES,
@@ -21,7 +21,7 @@ from tests.chats import (
     prompt,
     reference,
 )
-from tests.models import shared_model
+from tests.models import by_name, shared_model
 
 
 @pytest.mark.parametrize("tokens", AT_EDGES)
@@ -208,21 +208,40 @@ def test_sizes_that_disagree_are_refused_with_what_is_held_and_what_came(name: s
     assert cache.batch_size == 2
 
 
-OTHERS: dict[str, str] = {
-    "qwen2": r"layer \d: .*another model",
-    "qwen3": r"layer 0: this cache stores .* head_dim 16 .* got K \(2, 2, 3, 24\)",
-    "gpt2": r"layer 0: this cache stores 2 kv heads.* got K \(2, 4, 3, 16\)",
+OTHERS: dict[str, tuple[str, str]] = {
+    "other weights": ("qwen2", r"layer 0: the 21 cached tokens .* another model"),
+    "head size": ("qwen3", r"layer 0: this cache stores .* head_dim 16 .* got K \(2, 2, 3, 24\)"),
+    "heads": ("gpt2", r"layer 0: this cache stores 2 kv heads.* got K \(2, 4, 3, 16\)"),
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_cache_of_another_model_is_refused_with_layer_expected_and_got(other: str) -> None:
-    """Case 51. Other weights of the same shape, another head size, another number of heads."""
-    cache = paged("llama")
+@pytest.mark.parametrize("is_active", [False, True])
+@pytest.mark.parametrize("difference", OTHERS)
+def test_a_cache_of_another_model_is_refused_with_layer_expected_and_got(
+    difference: str, is_active: bool
+) -> None:
+    """Case 51. Also where the other model computes attention by itself."""
+    name, message = OTHERS[difference]
+    other, cache = shared_model(name), paged("llama")
     fill(shared_model("llama"), cache, prompt(2, BLOCK + 5))
-    with pytest.raises(CacheMismatchError, match=OTHERS[other]):
-        fill(shared_model(other), cache, prompt(2, 3))
+    PagedCache(other) if is_active else disable(other)
+    with pytest.raises(CacheMismatchError, match=message):
+        fill(other, cache, prompt(2, 3))
     assert_sound(cache, BLOCK + 5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_that_other_weights_filled_is_refused(name: str) -> None:
+    """Case 51. Two models of one shape, whatever code computes their attention."""
+    first, other = shared_model(name), by_name(name).build(noise=0.5)
+    for filler, reader in ((first, other), (other, first)):
+        cache = PagedCache(filler, block_size=BLOCK)
+        fill(filler, cache, prompt(1, 9))
+        disable(reader)
+        with pytest.raises(CacheMismatchError, match=r"the 9 cached tokens .* another model"):
+            fill(reader, cache, prompt(1, 1))
+        assert_sound(cache, 9)
+        fill(filler, cache, prompt(1, 1))
 
 
 def test_another_dtype_is_refused_with_layer_expected_and_got() -> None:
