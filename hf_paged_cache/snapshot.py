@@ -72,7 +72,7 @@ def check(state: CacheState, saved: Mapping[str, Any]) -> None:
             f"state_dict does not fit this cache: {name} is {theirs} there and {mine} here. Load it into a "
             "PagedCache made for the same model with the same settings"
         )
-    needed = {"batch", "tokens", "length", "record_past", "input_ids", "groups", "layer_dtypes"}
+    needed = {"batch", "tokens", "length", "record_past", "input_ids", "groups", "layer_dtypes", "hosts"}
     if missing := needed - set(saved):
         raise PagedCacheError(f"state_dict lacks {', '.join(sorted(missing))}: it was cut or changed")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,16 @@ def test_a_fork_takes_blocks_only_for_what_it_writes() -> None:
     """Case 78. Memory is not multiplied, and comes back with the fork."""
     model, cache = shared_model("llama"), paged()
     fill(model, cache, prompt(1, 4 * BLOCK + 3))
-    held, size = cache.stats().used_blocks, cache.memory_footprint().pool_bytes
+    held = cache.stats().used_blocks
     forks = [cache.fork() for _ in range(8)]
     assert cache.stats().used_blocks == held
     for seed, fork in enumerate(forks):
         fill(model, fork, prompt(1, 2, seed=seed))
-    assert cache.memory_footprint().pool_bytes == size
     assert cache._state.groups[0].manager.pool.num_referenced <= held + 8
+    died = [weakref.ref(fork) for fork in forks]
     del fork, forks
+    assert [ref() for ref in died] == [None] * 8
+    assert cache.stats().used_blocks == held
     assert cache._state.groups[0].manager.pool.num_referenced == held
     cache.check_integrity()
 
@@ -115,22 +118,43 @@ OTHER_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("other", [*OTHER_SETTINGS, "model", "cut", "version", "no dict"])
+@pytest.mark.parametrize("other", [*OTHER_SETTINGS, "model", "version", "no dict"])
 def test_what_was_saved_for_another_cache_is_refused_and_changes_nothing(other: str) -> None:
     """Case 79. Never misread."""
     source, model = paged(), shared_model("llama")
     fill(model, source, prompt(1, BLOCK + 3))
     saved: Any = source.state_dict()
     options, message = OTHER_SETTINGS.get(other, ({}, "."))
-    target = PagedCache(
-        shared_model("gpt-neox" if other == "model" else "llama"), **{"block_size": BLOCK, **options}
-    )
-    if other == "cut":
-        saved = dict(list(saved.items())[:-1])
-    elif other == "version":
+    name = "gpt-neox" if other == "model" else "llama"
+    target = PagedCache(shared_model(name), **{"block_size": BLOCK, **options})
+    if other == "version":
         saved = saved | {"version": -1}
     elif other == "no dict":
         saved = list(saved)
     with pytest.raises(PagedCacheError, match=message):
         target.load_state_dict(saved)
     assert_sound(target, 0)
+
+
+@pytest.mark.parametrize("form", ["auto", "int4"])
+def test_a_snapshot_that_lacks_any_of_its_parts_is_refused_and_changes_nothing(form: str) -> None:
+    """Case 79. Cut anywhere."""
+    cache, model = paged(kv_cache_dtype=form), shared_model("llama")
+    fill(model, cache, prompt(1, BLOCK + 3))
+    saved = cache.state_dict()
+    for part in saved:
+        with pytest.raises(PagedCacheError, match="state_dict"):
+            cache.load_state_dict({name: value for name, value in saved.items() if name != part})
+        assert_sound(cache, BLOCK + 3)
+
+
+def test_a_file_that_was_cut_is_not_read(tmp_path: Path) -> None:
+    """Case 79. The error is that of `torch.load`, before the cache is asked."""
+    cache = paged()
+    fill(shared_model("llama"), cache, prompt(1, BLOCK + 3))
+    torch.save(cache.state_dict(), tmp_path / "cache.pt")
+    whole = (tmp_path / "cache.pt").read_bytes()
+    for share in (0.3, 0.9):
+        (tmp_path / "cut.pt").write_bytes(whole[: int(share * len(whole))])
+        with pytest.raises((RuntimeError, EOFError, OSError)):
+            torch.load(tmp_path / "cut.pt", weights_only=True)
