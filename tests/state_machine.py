@@ -212,7 +212,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     # --- forwards -------------------------------------------------------------------------------------------
 
-    @rule(which=which_cache, tokens=few_tokens, rows=some_rows, how=st.sampled_from(Feed), looked_at=some_layer)
+    @rule(
+        which=which_cache, tokens=few_tokens, rows=some_rows, how=st.sampled_from(Feed), looked_at=some_layer
+    )
     def update(self, which, tokens, rows, how, looked_at) -> None:
         self.feed(self.chosen(which), tokens, rows, how, looked_at)
 
@@ -418,9 +420,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     # --- what rules share -----------------------------------------------------------------------------------
 
-    def feed(
-        self, one: Live, tokens: int, rows: int, how: Feed = Feed.BY_MODEL, looked_at: int = 0
-    ) -> None:
+    def feed(self, one: Live, tokens: int, rows: int, how: Feed = Feed.BY_MODEL, looked_at: int = 0) -> None:
         """A forward of so many tokens, or none; `rows` counts where there are none yet."""
         if not tokens:
             return
