@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 _GENERATION = "transformers.generation"
+_MARK = "__hf_paged_cache__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,15 @@ class Place:
     Attributes:
         thread: Identifier of the thread.
         frame: Identity of the frame, or None: the thread as a whole.
-        code: What runs in it. Identities are used again, hardly ever for the same function.
+        code: What runs in it.
+        mark: What was put beside the frame's local variables. The next call of the same function often gets
+            the same memory, so identity alone would not tell them apart.
     """
 
     thread: int
     frame: int | None
     code: CodeType | None
+    mark: object = None
 
     @property
     def is_here(self) -> bool:
@@ -49,7 +53,7 @@ class Place:
         frame: FrameType | None = top
         while frame is not None:
             if id(frame) == self.frame:
-                return frame.f_code is self.code
+                return frame.f_code is self.code and frame.f_locals.get(_MARK) is self.mark
             frame = frame.f_back
         return False
 
@@ -63,7 +67,9 @@ class ModelCall:
         root: The outermost call of the host around it: `generate`, or the forward itself.
         use_cache: What that forward was told; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
-            it has none.
+            it has none that its answer depends on.
+        attention_mask: What that forward has under this name, if it is a tensor.
+        is_without_mask: Whether that forward has the name, and nothing under it.
         input_ids: `[batch, tokens]` as that forward has them; None if it was given embeddings.
         is_generating: Whether `generate` is behind it.
     """
@@ -72,6 +78,8 @@ class ModelCall:
     root: Place
     use_cache: bool | None
     position_ids: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    is_without_mask: bool
     input_ids: torch.Tensor | None
     is_generating: bool
 
@@ -95,11 +103,15 @@ def current() -> ModelCall:
         frame = frame.f_back
     told = {} if inner is None else inner.f_locals
     use_cache = told.get("use_cache")
+    # Falcon takes positions, and with ALiBi has no use for them.
+    has_positions = told.get("alibi") is None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         use_cache if isinstance(use_cache, bool) else None,
-        _tensor_in(told, "position_ids"),
+        _tensor_in(told, "position_ids") if has_positions else None,
+        _tensor_in(told, "attention_mask"),
+        "attention_mask" in told and told["attention_mask"] is None,
         _tensor_in(told, "input_ids"),
         is_generating,
     )
@@ -134,4 +146,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _place(thread: int, frame: FrameType | None) -> Place:
-    return Place(thread, None if frame is None else id(frame), None if frame is None else frame.f_code)
+    if frame is None:
+        return Place(thread, None, None)
+    # Names that the function does not have stay with its frame, and nobody else sees them.
+    return Place(thread, id(frame), frame.f_code, frame.f_locals.setdefault(_MARK, object()))

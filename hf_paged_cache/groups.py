@@ -133,8 +133,17 @@ class LayerGroups:
         self.blocks[layer_idx] = blocks
         return blocks
 
-    def reserve(self, batch: int, start: int, new_tokens: int, *, keep_history: bool) -> None:
+    def reserve(
+        self, batch: int, start: int, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()
+    ) -> None:
         """Make room for new tokens of every row, in all groups or in none.
+
+        Args:
+            batch: Rows.
+            start: Tokens of every row.
+            new_tokens: That come.
+            keep_history: Windows keep what they would drop.
+            padding: Of every row, leading tokens that need not be stored; empty if there are no more.
 
         Raises:
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
@@ -143,22 +152,29 @@ class LayerGroups:
         """
         for group in self.all:
             group.check_faults()
-            self.make_room(group, batch, start, new_tokens, keep_history=keep_history)
+            self.make_room(group, batch, start, new_tokens, keep_history=keep_history, padding=padding)
         for group in self.all:
             group.check_full(new_tokens)
             group.seal_full(new_tokens)
         for group in self.all:
-            group.reserve(new_tokens, keep_history=keep_history)
+            group.reserve(new_tokens, keep_history=keep_history, padding=padding)
 
     def make_room(
-        self, group: LayerGroup, batch: int, start: int, new_tokens: int, *, keep_history: bool
+        self,
+        group: LayerGroup,
+        batch: int,
+        start: int,
+        new_tokens: int,
+        *,
+        keep_history: bool,
+        padding: Sequence[int] = (),
     ) -> None:
         """Raise unless a group can take the new tokens, growing it where its rows have become more."""
         if isinstance(group, StaticGroup):
             if start + new_tokens > group.capacity_tokens:
                 raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
             return
-        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history)
+        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history, padding=padding)
         if self.provide(group, needed):
             return
         pool = group.manager.pool
@@ -180,6 +196,12 @@ class LayerGroups:
             return False
         group.grow(grown)
         return True
+
+    def collect(self) -> None:
+        """Take back the blocks of caches that were dropped."""
+        with self.store.lock:
+            for group in self.all:
+                group.section.collect()
 
     def set_writing(self, is_writing: bool) -> None:
         """Note whether a forward is in progress: then tensors have to stay where they are."""
@@ -238,7 +260,24 @@ class LayerGroups:
     def fork(self) -> LayerGroups:
         """The same rows for another cache, by sharing their blocks."""
         with self.store.lock:
-            return self._copy(self.store, {window: group.fork() for window, group in self._by_window.items()})
+            twin = self._copy(self.store, {window: group.fork() for window, group in self._by_window.items()})
+            for group in twin.all:
+                self._prepare_to_share(group)
+            return twin
+
+    def _prepare_to_share(self, group: LayerGroup) -> None:
+        """Enlarge pools for one more cache, now that they may move: not while another thread is writing.
+
+        On a GPU that is put off until it is needed, except for windows, whose pools are small.
+        """
+        is_cpu = all(pool.shape.device.type == "cpu" for pool in group.pools)
+        if not group.can_grow or not group.pools or not (is_cpu or group.window is not None):
+            return
+        rows = sum(max(1, member.manager.batch) for member in group.section.members)
+        wanted = self._capacity.shared_blocks(group.window, group.pools, rows)
+        if wanted > group.num_blocks:
+            ceiling = self._capacity.ceiling_blocks(group.pools, rows)
+            group.grow(max(wanted, min(2 * group.num_blocks, ceiling)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
         """The same rows in blocks of their own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from . import compiled
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
+from .lazy import dense
 from .masks import PagedLength, StaticLength
 from .state import CacheState
 from .static import StaticGroup
@@ -35,10 +37,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._last_seen: tuple[Any, ...] | None = None
         self._last_read: weakref.ref[StoredKV] | None = None
 
-    def of_fork(self, state: CacheState) -> PagedLayer:
-        """The same layer of a cache that was forked from this one."""
+    def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
+        """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
         twin = copy.copy(self)
         twin._state, twin._last_read = state, None
+        for name, value in vars(self).items():
+            if name == "host_part":
+                setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     # --- what attention calls -------------------------------------------------------------------------------
@@ -71,10 +76,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             QuantisationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
         """
         state = self._state
-        if state.can_be_static and torch.compiler.is_compiling() and state.would_be_static(key_states.device):
-            return self._update_compiled(key_states, value_states)
+        if torch.compiler.is_compiling():
+            if state.can_be_static and state.would_be_static(key_states.device):
+                return self._update_compiled(key_states, value_states)
+            return self._update_between_graphs(key_states, value_states)  # type: ignore[no-any-return]
         if state.is_static and state.tokens[self.layer_idx] == state.step_end:
             state.pull()
+        # What another cache shows of its layers has no storage that a kernel could read.
+        key_states, value_states = dense(key_states), dense(value_states)
         self._check(key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         joins = state.is_open and state.is_next_in_step(self.layer_idx)
@@ -92,6 +101,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             self._write_quantised(blocks, stored_keys, stored_values, start)
         else:
             dispatch.write(blocks, stored_keys, stored_values, start)
+        state.compare_rows(stored_keys, stored_values)
         state.written(self.layer_idx)
         stored = StoredKV(
             state,
@@ -115,17 +125,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         state = self._state
         state.has_masks = True
         self._settle()
+        state.check_chunk(query_length, is_warm=state.tokens[self.layer_idx] > 0)
         if state.is_static and state.batch:
             if torch.compiler.is_compiling():
                 return state.row_capacity_tokens, 0
             if query_length == 1 and state.is_attended():
                 return StaticLength(state.row_capacity_tokens, state.check_static_room), 0
             state.pull()
-        if state.has_host_states:
-            state.check_room(query_length)
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
-        return PagedLength(tokens - first + query_length), first
+        length = tokens - first + query_length
+        if torch.compiler.is_compiling():
+            return length, first
+        announced = PagedLength(length)
+        announced.note = partial(state.note_mask, tokens, query_length)
+        return announced, first
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
@@ -148,7 +162,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
-        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none."""
+        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
+
+        Zeros stand for what is not stored: tokens outside a window, blocks of left padding.
+        """
         views = self._stored_views()
         return views[0] if views else None
 
@@ -165,8 +182,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute in the host
-        """Whether K and V of this layer have a place."""
-        return self._blocks is not None
+        """Whether K and V of this layer have a place, in rows that there are."""
+        return self._blocks is not None and self._state.batch > 0
 
     @property
     def device(self) -> torch.device | None:
@@ -209,12 +226,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._refuse("batch_select_indices")
 
     def offload(self) -> None:
-        """Refused: blocks are not moved layer by layer."""
-        self._refuse("offload")
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
 
     def prefetch(self) -> None:
-        """Refused: blocks are not moved layer by layer."""
-        self._refuse("prefetch")
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -273,6 +290,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             is_vetted=self.layer_idx in group.vetted,
             owner=group.owners.get(self.layer_idx),
         )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
+    def _update_between_graphs(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for a forward that somebody has compiled: its graphs take dense tensors."""
+        keys, values = self.update(key_states, value_states)
+        return dense(keys), dense(values)
 
     @property
     def _blocks(self) -> LayerBlocks | None:
@@ -382,6 +407,11 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
         self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
 
     @property
+    def cumulative_length(self) -> int:  # type: ignore[override]  # an attribute in the host
+        """Tokens per row that this layer has seen, under the name that window layers of the host have."""
+        return self.get_seq_length()
+
+    @property
     def record_past(self) -> bool:
         """Whether blocks outside the window are kept until the next `crop`."""
         return self._state.record_past
@@ -400,3 +430,15 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
 
     def _first_visible(self, tokens: int) -> int:
         return max(0, tokens - (self.sliding_window - 1))
+
+
+def refuse_to_move(method: str) -> NoReturn:
+    """Raise what calls of `offload` and `prefetch` get.
+
+    Raises:
+        PagedCacheError: Always.
+    """
+    raise PagedCacheError(
+        f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
+        "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
+    )

@@ -7,7 +7,9 @@ registered here returns a tensor that stands for the host's mask and becomes it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,13 +18,21 @@ from . import compat
 from .errors import CacheMismatchError
 from .lazy import LazyTensor, make_wrapper
 
+logger = logging.getLogger("hf_paged_cache")
+
 
 class PagedLength(int):
     """The key length that a `PagedCache` announces: an int that the mask function can recognise.
 
     Masks are made before K and V are, and the host does not say for which cache. Masks for any other cache
     are left to the host.
+
+    Attributes:
+        note: Tells the cache of the padding that the mask of this forward hides, or of None, which is all
+            that the mask function knows; None in a step that is being compiled.
     """
+
+    note: Callable[[torch.Tensor | None], None] | None = None
 
 
 class StaticLength(PagedLength):
@@ -100,6 +110,7 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
         _check_length(kwargs)
         shape = _causal_shape(kwargs)
         if shape is None:
+            _note(length, kwargs.get("attention_mask"))
             padding = kwargs.get("attention_mask")
             if padding is not None and kwargs["q_length"] == 1 and not padding.is_cpu:
                 # To find out whether it can leave the mask out, the host function would wait for the device.
@@ -108,6 +119,7 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
         batch, q_tokens, kv_tokens, padding = shape
         if padding is not None and (padding.is_cpu or q_tokens == kv_tokens) and bool(padding.all()):
             padding = None  # on a GPU the question would make the host wait, so only a prompt asks it
+        _note(length, padding)
         if implementation == "sdpa" and padding is None and (q_tokens == 1 or q_tokens == kv_tokens):
             return None  # what the host returns here
         dtype = torch.bool if implementation == "sdpa" else kwargs.get("dtype", torch.float32)
@@ -119,16 +131,33 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
     return paged_mask
 
 
+def _note(length: PagedLength, padding: torch.Tensor | None) -> None:
+    if length.note is not None and (padding is None or padding.dim() == 2):
+        length.note(padding)
+
+
 def _check_length(kwargs: dict[str, Any]) -> None:
     """A mask shorter than history and new tokens together would silently hide the newest ones."""
     mask, new = kwargs.get("attention_mask"), kwargs["q_length"]
     tokens = kwargs["kv_length"] + kwargs.get("kv_offset", 0)
     if mask is not None and mask.dim() == 2 and mask.shape[1] < tokens:
+        if compat.has_short_masks(kwargs.get("config")):
+            _warn_once()
+            return
         raise CacheMismatchError(
             f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {tokens - new} per row and "
             f"{new} new ones came. Pass the whole conversation (ids and mask), longer than what is cached; "
             "`cache.crop(...)` what differs, or `cache.reset()`"
         )
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning(
+        "attention_mask covers only the tokens after the conditioning, which this model puts in front and "
+        "keeps in the cache, so that the mask hides as many of the newest tokens, with any cache; pass no "
+        "attention_mask to let them be seen"
+    )
 
 
 def _causal_shape(kwargs: dict[str, Any]) -> tuple[int, int, int, torch.Tensor | None] | None:

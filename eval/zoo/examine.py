@@ -1,0 +1,150 @@
+"""Everything that is found out about one type."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+from eval.zoo import checks, exceptions, inputs, kinds, reads, runs, tiny
+from eval.zoo.checks import CASES, Reference, Verdict
+from eval.zoo.registry import Entry
+from hf_paged_cache import PagedCache
+
+FORMATS = ("int8", "fp8", "k8v4", "int4")
+RUNS, REFUSED, FAILS = "runs", "refused", "fails"
+_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """How types are looked at.
+
+    Attributes:
+        block_size: tokens of a block.
+        attention: the models' attention implementation; None for the one that transformers chooses.
+        formats: values of `kv_cache_dtype` to try, beside `auto`.
+    """
+
+    block_size: int = 16
+    attention: str | None = None
+    formats: tuple[str, ...] = FORMATS
+
+
+@dataclass
+class Report:
+    """What was found out.
+
+    Attributes:
+        name: of the entry.
+        model_type: its type.
+        class_name: the model class.
+        kinds: kinds of its layers.
+        reads: how a decode step reads stored K and V (see `reads`).
+        formats: format -> `runs`, or whether it is refused or fails, and why.
+        verdicts: case -> how it went.
+        reach: how far the logits move when an early and a late id of the prompt is another one, as a share of
+            their standard deviation: what a cache that lost it would show.
+        problem: why nothing more is known: skipped, not built, crashed, too slow.
+        has_died: its process crashed or had to be stopped.
+        seconds: how long it took.
+    """
+
+    name: str
+    model_type: str
+    class_name: str
+    kinds: tuple[str, ...] = ()
+    reads: str = reads.NONE
+    formats: dict[str, str] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    reach: tuple[float, ...] = ()
+    problem: str | None = None
+    has_died: bool = False
+    seconds: float = 0.0
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether PagedCache is not equal in a case where the default cache is, and did not refuse.
+
+        A format that fails where `auto` runs is as wrong, and so is a process that died.
+        """
+        fails = self.formats.get("auto") == RUNS and any(
+            outcome.startswith(FAILS) for outcome in self.formats.values()
+        )
+        return self.has_died or fails or any(verdict.is_wrong for verdict in self.verdicts.values())
+
+    @property
+    def refusal(self) -> str | None:
+        """Why PagedCache refuses the type altogether, or None."""
+        plain = self.verdicts.get(CASES[0].name)
+        return plain.reason if plain is not None and plain.status == checks.REFUSED else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON writes it."""
+        return asdict(self)
+
+
+def examine(entry: Entry, options: Options) -> Report:
+    """Build a tiny model of a type, and try everything."""
+    started_s = time.perf_counter()
+    report = Report(entry.name, entry.model_type, entry.class_name)
+    report.problem = exceptions.SKIPPED.get(entry.model_type)
+    if report.problem is None:
+        try:
+            model = tiny.build(entry, options.attention)
+            report.kinds = kinds.of(model.config)
+        except Exception as error:  # whatever transformers raises
+            report.problem = f"not built: {checks.one_line(error)}"
+        else:
+            _try_all(model, entry, options, report)
+    report.seconds = round(time.perf_counter() - started_s, 2)
+    return report
+
+
+def _try_all(model: Any, entry: Entry, options: Options, report: Report) -> None:
+    def paged(model: Any, kv_cache_dtype: str = "auto") -> Any:
+        cache = PagedCache(model, block_size=options.block_size, kv_cache_dtype=kv_cache_dtype)
+        return EncoderDecoderCache(cache, DynamicCache()) if model.config.is_encoder_decoder else cache
+
+    # A PagedCache changes the model's attention, so whatever it is compared with comes first.
+    references = [Reference(model, entry, case) for case in CASES]
+    report.reach = _reach(model, entry, references[0])
+    for reference in references:
+        with reads.watch() as seen:
+            report.verdicts[reference.case.name] = reference.judge_paged(paged)
+        if reference.case is CASES[0]:
+            report.reads = seen.how
+    if report.refusal is None:
+        report.formats = {
+            name: _try_format(model, entry, options, lambda name=name: paged(model, name))
+            for name in ("auto", *options.formats)
+        }
+
+
+def _try_format(model: Any, entry: Entry, options: Options, make_cache: Any) -> str:
+    """Whether a prompt of more than two blocks and some steps run in a format: enough to have one encoded."""
+    tokens = 2 * options.block_size + 8
+    try:
+        prompt = inputs.prompt(model, entry, (tokens, tokens), seed=3, decoder_tokens=tokens)
+        run = runs.generate(model, prompt, _STEPS, cache=make_cache())
+    except Exception as error:
+        return f"{REFUSED if checks.is_refusal(error) else FAILS}: {checks.one_line(error)}"
+    has_nan = any(torch.isnan(logits).any() for _, logits in run.steps)
+    return f"{FAILS}: the logits are NaN" if has_nan else RUNS
+
+
+def _reach(model: Any, entry: Entry, plain: Reference) -> tuple[float, ...]:
+    if plain.run is None or plain.prompt.arguments[plain.prompt.grows].shape[1] < 4:
+        return ()
+    found = []
+    for position in (1, -4):
+        ids = plain.prompt.arguments[plain.prompt.grows].clone()
+        ids[:, position] = (ids[:, position] + 7) % 200 + 20
+        other = runs.generate(model, plain.prompt.continued(ids), 1)
+        logits, others = plain.run.steps[0][1], other.steps[0][1]
+        finite = torch.isfinite(logits) & torch.isfinite(others)
+        found.append(float((logits - others)[finite].abs().max() / logits[finite].std()))
+    return tuple(round(x, 6) for x in found)

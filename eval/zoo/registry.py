@@ -1,0 +1,64 @@
+"""The generative types that the installed transformers registers."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from transformers.models.auto import modeling_auto
+
+from eval.errors import UsageError
+
+SEQ2SEQ = "/seq2seq"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model class to look at.
+
+    Attributes:
+        name: what `--types` and the tables call it: the type; with `/seq2seq` the encoder-decoder of a type
+            that has a decoder alone too.
+        model_type: the type, as configs call it.
+        class_name: the class in `transformers`.
+        has_encoder: it is registered among the encoder-decoders.
+    """
+
+    name: str
+    model_type: str
+    class_name: str
+    has_encoder: bool = False
+
+
+def entries() -> dict[str, Entry]:
+    """All of them by name, sorted."""
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found = {model_type: Entry(model_type, model_type, _first(name)) for model_type, name in decoders.items()}
+    for model_type, name in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items():
+        key = model_type + SEQ2SEQ if model_type in decoders else model_type
+        found[key] = Entry(key, model_type, _first(name), has_encoder=True)
+    return dict(sorted(found.items()))
+
+
+def chosen(types: str | None) -> list[Entry]:
+    """The entries of a comma-separated list, or all.
+
+    Raises:
+        UsageError: an unknown type, or none at all.
+    """
+    known = entries()
+    if types is None:
+        return list(known.values())
+    names = [name.strip() for name in types.split(",") if name.strip()]
+    if not names:
+        raise UsageError("--types names no type; leave it away for all")
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+            hint = f"; did you mean: {', '.join(close)}" if close else ""
+            raise UsageError(f"transformers registers no generative type {name!r}{hint}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def _first(names: str | tuple[str, ...]) -> str:
+    return names if isinstance(names, str) else names[0]
