@@ -182,6 +182,9 @@ def _compute(
     attention_mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if type(key) is PagedView and key.stored.state.batch == 1 != query.shape[0]:
+        # Cross-attention over the text of one row, which all beams share.
+        key, value = (dense(side).expand(query.shape[0], -1, -1, -1) for side in (key, value))
     if type(key) is PagedView and type(value) is PagedView and key.stored is value.stored:
         attention_mask = _fit(attention_mask, key.stored)
         output = _attend(implementation, module, query, key.stored, attention_mask, kwargs)
@@ -295,7 +298,7 @@ def _is_servable(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> bool:
-    if query.dtype != stored.blocks.keys.dtype or query.shape[0] != stored.state.batch:
+    if query.dtype != stored.blocks.keys.dtype:
         return False
     if mask is not None and not (
         isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[3] == stored.end - stored.start

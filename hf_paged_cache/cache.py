@@ -18,7 +18,7 @@ from .deprecated import DeprecatedReads
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .formats import DEFAULT_GROUP_SIZE
 from .kernels import dispatch
-from .layer import PagedLayer, PagedWindowLayer
+from .layer import PagedLayer, PagedWindowLayer, refuse_to_move
 from .precision import Precision
 from .spec import LayerSpec
 from .state import CacheState
@@ -124,8 +124,10 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         self._state = CacheState(settings, paged, compat.max_positions(config))
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
+        self._host_specs = {index: spec for index, spec in enumerate(specs) if index not in paged}
         self._state.hosts = self._host_layers()
         self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
+        self._state.is_encoder_decoder = config.is_encoder_decoder
         self._state.can_be_static = compile and not self._host_layers() and not config.is_encoder_decoder
         self._config = config
         self._model = None if model is None else weakref.ref(model)
@@ -189,8 +191,8 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
         length: Any = super().get_seq_length(layer_idx)
-        if isinstance(length, torch.Tensor):
-            return length  # type: ignore[return-value]
+        if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
+            return length  # type: ignore[no-any-return]
         return compat.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
 
     def _meet_prompt(self, tokens: int, ids: torch.Tensor | None) -> int:
@@ -251,6 +253,22 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
             layer.crop(-count)
         state.crop(count)
 
+    def activate_past_recording(self) -> None:
+        """Keep what window and recurrent layers would drop, until a `crop`, which can then roll back.
+
+        Raises:
+            CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
+                prompt then, after what is cached.
+        """
+        prompt, held = compat.drafts_feed_all_of(), self._state.step_end
+        if prompt is not None and held:
+            raise CacheMismatchError(
+                f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "
+                f"tokens after the {held} per row that the cache already holds. Pass only the ids that are "
+                "not cached, with the attention_mask of all; call `cache.reset()`; or go on without drafts"
+            )
+        super().activate_past_recording()  # type: ignore[no-untyped-call]  # the host's
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
         self._state.take(None)
@@ -287,8 +305,19 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         self._state.reset()
         self._state.record_past = False
         self._state.broken = False
-        for layer in self._host_layers():
-            layer.reset()
+        # What the host's layers keep after a reset depends on its version: zeros of the old length, or of the
+        # old number of rows.
+        for index, spec in self._host_specs.items():
+            self.layers[index] = self._make_layer(index, *spec)
+        self._state.hosts = self._host_layers()
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
 
     @property
     def batch_size(self) -> int:
@@ -323,6 +352,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         """Counts of rows, tokens and blocks; of all caches that share the blocks, if this one was forked."""
         self._state.settle()
         self._state.pull()
+        self._state.layer_groups.collect()
         groups = self._state.groups
         pools = [group.manager.pool for group in groups]
         return CacheStats(

@@ -80,6 +80,13 @@ class Capacity:
             return wanted
         return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}
 
+    def shared_blocks(self, window: int | None, pools: Sequence[KVPool], rows: int) -> int:
+        """Blocks of a group whose pools serve so many rows of several caches."""
+        wanted = self._full_blocks(rows)
+        if window is not None:
+            wanted = min(wanted, rows * self._window_blocks(window, 0))
+        return min(wanted, self.ceiling_blocks(pools, rows))
+
     def ceiling_blocks(self, pools: Sequence[KVPool], batch: int) -> int:
         """Blocks that a group may have: what full rows take, cut to the memory.
 

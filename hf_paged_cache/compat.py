@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers import masking_utils as _masking
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    EncoderDecoderCache,
+    get_layer_types_and_kwargs,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from . import calls
@@ -172,6 +177,35 @@ class CachedLength(int):
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
+
+
+def drafts_feed_all_of(depth: int = 1) -> int | None:
+    """Tokens of the whole prompt, if the function `depth` frames up is the host's assisted decoding.
+
+    Its first forward feeds all ids that it was given, whatever the cache holds. That is right for new ids
+    alone, which come with a longer mask; then, and for any other function, the answer is None.
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)
+    if frame is not None and isinstance(frame.f_locals.get("self"), EncoderDecoderCache):
+        frame = frame.f_back
+    if (
+        frame is None
+        or frame.f_code.co_name != "_assisted_decoding"
+        or not frame.f_globals.get("__name__", "").startswith("transformers.generation")
+    ):
+        return None
+    ids, given = frame.f_locals.get("input_ids"), frame.f_locals.get("model_kwargs", {})
+    name = "attention_mask" if given.get("encoder_outputs") is None else "decoder_attention_mask"
+    mask = given.get(name)
+    if not isinstance(ids, torch.Tensor):
+        return None
+    tokens = int(ids.shape[1])
+    masked = (
+        mask.shape[1]
+        if isinstance(mask, torch.Tensor)
+        else getattr(frame.f_locals.get("generation_config"), "_mask_length", tokens)
+    )
+    return tokens if masked == tokens else None
 
 
 def tokens_to_remove(argument: int, length: int) -> int:

@@ -19,10 +19,6 @@ from .kernels.problem import NULL_BLOCK, LayerBlocks, dense_entry
 from .kv_pool import KVPool, PoolShape, Storage, split_pairs
 from .precision import Precision
 from .spec import LayerSpec
-from .store import Section, Store
-from .store import Section, Store
-from .store import Section, Store
-from .store import Section, Store
 from .store import Section
 from .tables import DeviceTables
 
@@ -177,12 +173,6 @@ class LayerGroup:
     def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
         """Make room for new tokens of every row; the caller has seen that there is room."""
         self.bind_again()
-        self.bind_again()
-        self.bind_again()
-        self.bind_again()
-        self.bind_again()
-        self.bind_again()
-        self.bind_again()
         changed = [] if self.dense is None else self.dense.release_full(self.manager, new_tokens)
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history)
         assert reservation is not None, "room was checked for every group before any was reserved"
@@ -305,9 +295,9 @@ class LayerGroup:
         section = Section(self.num_blocks)
         storages = {id(pool.storage): pool.storage.copy(self.num_blocks, used) for pool in self.pools}
         section.storages = list(storages.values())
-        manager, dense = copy.deepcopy((self.manager, self.dense), memo)
+        manager = self.manager.apart()
         section.blocks = manager.pool
-        twin = memo[id(self)] = self._copy_to(section, manager, dense, storages)
+        twin = memo[id(self)] = self._copy_to(section, manager, copy.deepcopy(self.dense), storages)
         for index, (_, _, blocks) in self._layers.items():
             memo[id(blocks)] = twin.blocks_of(index)
         return twin

@@ -174,6 +174,12 @@ class LayerGroups:
             return
         raise self._no_room(group, batch, new_tokens, needed, free)
 
+    def collect(self) -> None:
+        """Take back the blocks of caches that were dropped."""
+        with self.store.lock:
+            for group in self.all:
+                group.section.collect()
+
     def set_writing(self, is_writing: bool) -> None:
         """Note whether a forward is in progress: then tensors have to stay where they are."""
         for group in self.all:
@@ -231,7 +237,24 @@ class LayerGroups:
     def fork(self) -> LayerGroups:
         """The same rows for another cache, by sharing their blocks."""
         with self.store.lock:
-            return self._copy(self.store, {window: group.fork() for window, group in self._by_window.items()})
+            twin = self._copy(self.store, {window: group.fork() for window, group in self._by_window.items()})
+            for group in twin.all:
+                self._prepare_to_share(group)
+            return twin
+
+    def _prepare_to_share(self, group: LayerGroup) -> None:
+        """Enlarge pools for one more cache, now that they may move: not while another thread is writing.
+
+        On a GPU that is put off until it is needed, except for windows, whose pools are small.
+        """
+        is_cpu = all(pool.shape.device.type == "cpu" for pool in group.pools)
+        if not group.can_grow or not group.pools or not (is_cpu or group.window is not None):
+            return
+        rows = sum(max(1, member.manager.batch) for member in group.section.members)
+        wanted = self._capacity.shared_blocks(group.window, group.pools, rows)
+        if wanted > group.num_blocks:
+            ceiling = self._capacity.ceiling_blocks(group.pools, rows)
+            group.grow(max(wanted, min(2 * group.num_blocks, ceiling)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
         """The same rows in blocks of their own."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .errors import CacheMismatchError, PagedCacheError
+
+Ids = npt.NDArray[Any]
+"""`[rows, tokens]`, on the host like all bookkeeping."""
 
 
 class TokenHistory:
@@ -20,13 +27,13 @@ class TokenHistory:
 
     def __init__(self) -> None:
         self.count = 0
-        self._ids = torch.empty(0, 0, dtype=torch.long)
-        self._told: torch.Tensor | None = None
+        self._ids = np.empty((0, 0), dtype=np.int64)
+        self._told: Ids | None = None
 
     @property
     def ids(self) -> torch.Tensor:
         """The known ids `[rows, count]`, on the CPU."""
-        return self._ids[:, : self.count].clone()
+        return torch.from_numpy(self._ids[:, : self.count].copy())
 
     def feed(self, start: int, end: int, rows: int, ids: torch.Tensor | None) -> None:
         """Note the tokens `start … end - 1` of a forward.
@@ -41,7 +48,7 @@ class TokenHistory:
             return
         if ids is not None and ids.shape == (rows, end - start) and not ids.is_floating_point():
             if ids.is_cpu or end - start > 1:  # a device would be waited for at every token
-                self._put(ids, start, end)
+                self._put(ids.detach().cpu().numpy(), start, end)
         elif self._told is not None and self._told.shape[0] == rows and self._told.shape[1] >= end:
             self._put(self._told[:, start:end], start, end)
 
@@ -54,7 +61,6 @@ class TokenHistory:
         Raises:
             CacheMismatchError: It disagrees; the message says where.
         """
-        ids = ids.detach().to("cpu")
         shared = self.shared_prefix(ids)
         if shared < min(self.count, ids.shape[1]):
             raise CacheMismatchError(
@@ -62,21 +68,21 @@ class TokenHistory:
                 f"{self.count} known ones). `cache.truncate_to(input_ids)` keeps what they share, "
                 "`cache.reset()` starts anew"
             )
-        self._told = ids
+        self._told = ids.detach().cpu().numpy()
 
     def shared_prefix(self, ids: torch.Tensor) -> int:
         """How many leading tokens of all rows agree with ids `[rows, tokens]`."""
         length = min(self.count, ids.shape[1])
         if not length:
             return 0
-        ids = ids.detach().to("cpu")
         if ids.shape[0] != self._ids.shape[0] and self._ids.shape[0] != 1:
             raise CacheMismatchError(
-                f"input_ids has {ids.shape[0]} rows, but the cache holds {self._ids.shape[0]}; pass ids for "
-                "the same rows, or `cache.batch_select_indices(...)` first"
+                f"input_ids has {ids.shape[0]} rows, but the cache holds {self._ids.shape[0]} rows. Use "
+                "`cache.batch_repeat_interleave(n)` to give every row n copies, "
+                "`cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for a new batch"
             )
-        same = (ids[:, :length] == self._ids[:, :length]).all(dim=0)
-        return length if bool(same.all()) else int(same.int().argmin())
+        same = (ids[:, :length].detach().cpu().numpy() == self._ids[:, :length]).all(axis=0)
+        return length if same.all() else int(same.argmin())
 
     def commit(self, ids: torch.Tensor, length: int) -> None:
         """Learn the ids of all `length` cached tokens.
@@ -96,7 +102,7 @@ class TokenHistory:
                 "`cache.truncate_to(input_ids)` keeps what they share"
             )
         self.count = 0
-        self._put(ids[:, :length], 0, length)
+        self._put(ids[:, :length].detach().cpu().numpy(), 0, length)
 
     def crop(self, count: int) -> None:
         """Forget all but the first tokens."""
@@ -116,12 +122,12 @@ class TokenHistory:
             twin._put(self._ids[:, : self.count], 0, self.count)
         return twin
 
-    def _put(self, ids: torch.Tensor, start: int, end: int) -> None:
+    def _put(self, ids: Ids, start: int, end: int) -> None:
         rows, room = self._ids.shape
         if not start or rows != ids.shape[0] or room < end:
-            grown = torch.empty(ids.shape[0], max(end + 64, end * 3 // 2), dtype=torch.long)
+            grown = np.empty((ids.shape[0], max(end + 64, end * 3 // 2)), dtype=np.int64)
             if start:
                 grown[:, :start] = self._ids[:, :start]
             self._ids = grown
-        self._ids[:, start:end] = ids.detach()
+        self._ids[:, start:end] = ids
         self.count = end

@@ -13,6 +13,7 @@ from . import compiled
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
+from .lazy import dense
 from .masks import PagedLength, StaticLength
 from .state import CacheState
 from .static import StaticGroup
@@ -71,10 +72,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             QuantisationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
         """
         state = self._state
-        if state.can_be_static and torch.compiler.is_compiling() and state.would_be_static(key_states.device):
-            return self._update_compiled(key_states, value_states)
+        if torch.compiler.is_compiling():
+            if state.can_be_static and state.would_be_static(key_states.device):
+                return self._update_compiled(key_states, value_states)
+            return self._update_between_graphs(key_states, value_states)  # type: ignore[no-any-return]
         if state.is_static and state.tokens[self.layer_idx] == state.step_end:
             state.pull()
+        # What another cache shows of its layers has no storage that a kernel could read.
+        key_states, value_states = dense(key_states), dense(value_states)
         self._check(key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         joins = state.is_open and state.is_next_in_step(self.layer_idx)
@@ -92,6 +97,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             self._write_quantised(blocks, stored_keys, stored_values, start)
         else:
             dispatch.write(blocks, stored_keys, stored_values, start)
+        state.compare_rows(stored_keys, stored_values)
         state.written(self.layer_idx)
         stored = StoredKV(
             state,
@@ -113,8 +119,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "`cache.crop(...)` what differs, or `cache.reset()`"
             )
         state = self._state
-        if state.is_open:
-            state.settle()
+        state.has_masks = True
+        self._settle()
         if state.is_static and state.batch:
             if torch.compiler.is_compiling():
                 return state.row_capacity_tokens, 0
@@ -125,12 +131,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             state.check_room(query_length)
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
-        return PagedLength(tokens - first + query_length), first
+        length = tokens - first + query_length
+        return length if torch.compiler.is_compiling() else PagedLength(length), first
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
-        if self._state.is_open:
-            self._state.settle()
+        self._settle()
         if self._state.is_static and self._state.batch:
             if torch.compiler.is_compiling() and self.is_initialized:
                 return self.length_tensor()  # type: ignore[return-value]  # as static layers of the host do
@@ -210,14 +216,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._refuse("batch_select_indices")
 
     def offload(self) -> None:
-        """Refused: blocks are not moved layer by layer."""
-        self._refuse("offload")
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
 
     def prefetch(self) -> None:
-        """Refused: blocks are not moved layer by layer."""
-        self._refuse("prefetch")
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """See to what an ended forward has left; a compiled step cannot look at the stack."""
+        if self._state.is_open and not torch.compiler.is_compiling():
+            self._state.settle()
 
     def _first_visible(self, tokens: int) -> int:
         """First stored token that a query after `tokens` tokens attends."""
@@ -269,6 +280,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             is_vetted=self.layer_idx in group.vetted,
             owner=group.owners.get(self.layer_idx),
         )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
+    def _update_between_graphs(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for a forward that somebody has compiled: its graphs take dense tensors."""
+        keys, values = self.update(key_states, value_states)
+        return dense(keys), dense(values)
 
     @property
     def _blocks(self) -> LayerBlocks | None:
@@ -378,6 +397,11 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
         self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
 
     @property
+    def cumulative_length(self) -> int:  # type: ignore[override]  # an attribute in the host
+        """Tokens per row that this layer has seen, under the name that window layers of the host have."""
+        return self.get_seq_length()
+
+    @property
     def record_past(self) -> bool:
         """Whether blocks outside the window are kept until the next `crop`."""
         return self._state.record_past
@@ -396,3 +420,15 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
 
     def _first_visible(self, tokens: int) -> int:
         return max(0, tokens - (self.sliding_window - 1))
+
+
+def refuse_to_move(method: str) -> NoReturn:
+    """Raise what calls of `offload` and `prefetch` get.
+
+    Raises:
+        PagedCacheError: Always.
+    """
+    raise PagedCacheError(
+        f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
+        "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
+    )

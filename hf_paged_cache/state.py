@@ -56,6 +56,8 @@ class CacheState:
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
         has_host_states: Other layers of the cache keep recurrent states, which cannot be taken back.
         broken: A forward failed after such a state had moved on; only a reset helps.
+        is_encoder_decoder: The model has an encoder, so that this may be the cache of its cross-attention.
+        has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         hosts: The layers of the host's own classes in the cache, and such parts of layers.
@@ -74,6 +76,8 @@ class CacheState:
         self.record_past = False
         self.has_host_states = False
         self.broken = False
+        self.is_encoder_decoder = False
+        self.has_masks = False
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.has_open_step = False
@@ -82,6 +86,7 @@ class CacheState:
         self._last_written: int | None = None
         self._is_open = False  # a step is in progress
         self._missing = 0  # layers that have yet to join it
+        self._is_twin: list[bool] = []  # row i + 1 of a prompt is so far the same as row i
         self._rows_before: int | None = None  # rows before the step spread them over more
         self._forward: Place | None = None  # that opened it, if known
         self._user: Place | None = None  # the call of the host that has used the cache last
@@ -140,7 +145,7 @@ class CacheState:
         if new_tokens == 0:
             raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
         self._check_in_step(layer_idx, start)
-        is_read_only = call is not None and call.use_cache is False
+        is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and start and call is not None and call.is_generating:
             self.give_back_rows()
             raise PagedCacheError(
@@ -153,6 +158,7 @@ class CacheState:
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
         self._missing, self._is_read_only = len(self.tokens), is_read_only
+        self._is_twin = [True] * (self.batch - 1) if not start and not self.is_static else []
         self._forward, self._is_open = None if call is None else call.forward, True
         ids = None if call is None else call.input_ids
         self.history.feed(start, self.step_end, self.batch, ids)
@@ -187,6 +193,8 @@ class CacheState:
         forward = self._forward
         if not self._is_open or forward is None or forward.frame is None or forward.is_running():
             return
+        if self._is_cross:
+            return  # what is written is whole, and the host has noted which layers are
         if self._is_read_only or self._behind(self.step_end):
             self.abort_step()
         self._close_step()
@@ -240,6 +248,7 @@ class CacheState:
         self._last_written = layer_idx
         self._missing -= 1
         if not self._missing and not self._is_read_only:
+            self._share_twins()
             self._close_step()
         if self.is_static:
             self.has_open_step = any(
@@ -252,6 +261,24 @@ class CacheState:
     def is_open(self) -> bool:
         """Whether a step is in progress, or its forward has left it so."""
         return self._is_open
+
+    def compare_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Look which rows of a prompt are the same in this layer too, as those of beams are."""
+        if not any(self._is_twin):
+            return
+        for states in (key_states[:, :, -1:], key_states, value_states):
+            if any(self._is_twin):
+                same = (states[1:] == states[:-1]).flatten(1).all(dim=1).tolist()
+                self._is_twin = [a and b for a, b in zip(self._is_twin, same, strict=True)]
+
+    def _share_twins(self) -> None:
+        """Store rows of a prompt once that are the same in every layer."""
+        if any(self._is_twin):
+            rows = [0]
+            for row, is_twin in enumerate(self._is_twin, start=1):
+                rows.append(rows[-1] if is_twin else row)
+            self.reorder(rows)
+        self._is_twin = []
 
     def is_next_in_step(self, layer_idx: int) -> bool:
         """Whether a step is in progress that this layer has yet to join."""
@@ -372,6 +399,11 @@ class CacheState:
         assert self.history.count <= self.step_end, "ids are known of tokens that are not stored"
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def _is_cross(self) -> bool:
+        """Whether it holds the encoder's tokens, which come once and never change."""
+        return self.is_encoder_decoder and not self.has_masks
 
     def _behind(self, count: int) -> list[int]:
         """The layers that have not come as far as the last step.

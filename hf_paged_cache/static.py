@@ -20,10 +20,6 @@ from .kernels import dispatch, gpu
 from .kernels.problem import LayerBlocks, StaticBlocks
 from .spec import LayerSpec
 from .store import Section
-from .store import Section
-from .store import Section
-from .store import Section
-from .store import Section
 
 DEVICES = frozenset({"cuda"})
 """Device types where compiled steps pay."""

@@ -155,8 +155,7 @@ def test_compiled_step_after_an_interrupted_forward_is_refused_until_that_is_tak
                 model(token, **{cache_kwarg(): cache})
         with pytest.raises(CacheMismatchError, match="interrupted"):
             step(token, **{cache_kwarg(): cache})
-        with pytest.raises(CacheMismatchError, match="interrupted: it is taken back now"):
-            model(token, **{cache_kwarg(): cache})
+        assert cache.get_seq_length() == ids.shape[1]  # whoever looks takes it back
         got = step(token, **{cache_kwarg(): cache}).logits
         want = model(torch.cat([ids, token], dim=1), use_cache=False).logits[:, -1:]
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)

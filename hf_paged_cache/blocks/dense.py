@@ -189,22 +189,6 @@ class DenseBlocks:
         """Blocks of the rows; others may hold blocks of the pool too."""
         return {block_id for table in manager.tables for block_id in table.ids}
 
-    def _held(self, manager: BlockManager) -> set[int]:
-        """Blocks of the rows; others may hold blocks of the pool too."""
-        return {block_id for table in manager.tables for block_id in table.ids}
-
-    def _held(self, manager: BlockManager) -> set[int]:
-        """Blocks of the rows; others may hold blocks of the pool too."""
-        return {block_id for table in manager.tables for block_id in table.ids}
-
-    def _held(self, manager: BlockManager) -> set[int]:
-        """Blocks of the rows; others may hold blocks of the pool too."""
-        return {block_id for table in manager.tables for block_id in table.ids}
-
-    def _held(self, manager: BlockManager) -> set[int]:
-        """Blocks of the rows; others may hold blocks of the pool too."""
-        return {block_id for table in manager.tables for block_id in table.ids}
-
     def _drop(self, block_id: int) -> None:
         slot = self._slots.pop(block_id, None)
         if slot is not None:

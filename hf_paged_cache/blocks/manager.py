@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
 from hf_paged_cache.blocks.pool import BlockPool
@@ -250,9 +250,9 @@ class BlockManager:
         self.version += 1
         return ids
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockManager:
-        """The same rows over a pool of their own, in which nobody else holds a block."""
-        twin = memo[id(self)] = BlockManager(self.pool.num_blocks, self.block_size, self.window)
+    def apart(self) -> BlockManager:
+        """The same rows and ids over a pool of their own, in which nobody else holds a block."""
+        twin = BlockManager(self.pool.num_blocks, self.block_size, self.window)
         twin.version = self.version
         twin._tables = [table.fork() for table in self._tables]
         twin._num_sealed = self._num_sealed
