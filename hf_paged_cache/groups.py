@@ -158,21 +158,28 @@ class LayerGroups:
             if start + new_tokens > group.capacity_tokens:
                 raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
             return
+        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history)
+        if self.provide(group, needed):
+            return
+        pool = group.manager.pool
+        free = pool.num_free + pool.num_pending
+        raise self._no_room(group, batch, new_tokens, needed, free)
+
+    def provide(self, group: LayerGroup, needed: int) -> bool:
+        """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot."""
         group.section.collect()
         pool = group.manager.pool
-        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history)
-        if pool.can_allocate(needed):
-            return
-        free = pool.num_free + pool.num_pending
-        missing = needed - free
+        missing = needed - pool.num_free - pool.num_pending
+        if missing <= 0:
+            return True
         grown = min(
             max(2 * group.num_blocks, group.num_blocks + missing),
             self._capacity.ceiling_blocks(group.pools, sum(m.manager.batch for m in group.section.members)),
         )
-        if grown - group.num_blocks >= missing and group.can_grow:
-            group.grow(grown)
-            return
-        raise self._no_room(group, batch, new_tokens, needed, free)
+        if grown - group.num_blocks < missing or not group.can_grow:
+            return False
+        group.grow(grown)
+        return True
 
     def collect(self) -> None:
         """Take back the blocks of caches that were dropped."""

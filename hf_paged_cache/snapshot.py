@@ -121,6 +121,8 @@ def _names_of(form: KVFormat | None) -> set[str]:
 def _restore_group(
     groups: LayerGroups, group: LayerGroup, part: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> None:
+    # With more history than its windows need, as after `activate_past_recording`, it wants more than they do.
+    groups.provide(group, len({n for table in part["tables"] for n in table if n != NULL_BLOCK}))
     group.reset()
     for layer_idx, tensors in part["layers"].items():
         form, name = group.formats[layer_idx], saved["layer_dtypes"][layer_idx]

@@ -9,7 +9,7 @@ import torch
 from eval.gpu.device import Device
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.kernels.problem import Attention, LayerBlocks
-from hf_paged_cache.kv_pool import KVPool, PoolShape
+from hf_paged_cache.kv_pool import PoolShape, allocate_dense
 
 BLOCK_SIZE = 64
 
@@ -56,19 +56,17 @@ class PagedStack:
         self.layers = case.layers(device.cache_bytes())
         columns = -(-case.tokens // BLOCK_SIZE)
         num_blocks = case.batch * columns
-        pool = KVPool(
+        keys, values = allocate_dense(
             PoolShape(shape.kv_heads, shape.head_dim, shape.head_dim, shape.dtype, device.torch_device),
-            num_blocks=num_blocks,
-            num_layers=self.layers,
-            block_size=BLOCK_SIZE,
+            num_blocks,
+            self.layers,
+            BLOCK_SIZE,
         )
-        pool.keys.normal_(generator=generator)
-        pool.values.normal_(generator=generator)
+        keys.normal_(generator=generator)
+        values.normal_(generator=generator)
         order = torch.randperm(num_blocks, generator=generator, device=device.torch_device)
         table = order.to(torch.int32).view(case.batch, columns).contiguous()
-        self.blocks = [
-            LayerBlocks(pool.keys[:, layer], pool.values[:, layer], table) for layer in range(self.layers)
-        ]
+        self.blocks = [LayerBlocks(keys[:, layer], values[:, layer], table) for layer in range(self.layers)]
         self.query, self.new_keys, self.new_values = (
             _states(case, heads, device, generator)
             for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads)

@@ -232,10 +232,10 @@ class BlockManager:
         """Begin with rows of so many tokens, whose tables name blocks by numbers of somebody else.
 
         Returns:
-            Number -> id of the block that was taken for it; `None` when there are too few, then nothing has
-            changed.
+            Number -> id of the block that was taken for it, by rising numbers; `None` when there are too few,
+            then nothing has changed.
         """
-        numbers = list(dict.fromkeys(n for table in tables for n in table if n != NULL_BLOCK))
+        numbers = sorted({n for table in tables for n in table if n != NULL_BLOCK})
         taken = self.pool.allocate(len(numbers))
         if taken is None:
             return None

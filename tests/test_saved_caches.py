@@ -1,0 +1,44 @@
+"""What `state_dict` and `load_state_dict` must not lose, whatever was done to the blocks before."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from hf_paged_cache import PagedCache
+from hf_paged_cache.config import LAYER_DTYPES
+from tests.models import shared_model
+from tests.quantised import cache_of, states, update_all
+
+
+def test_rows_whose_blocks_lie_in_another_order_come_back_in_their_own() -> None:
+    cache = cache_of(shared_model("llama"), "auto")
+    update_all(cache, *states(20))
+    cache.batch_repeat_interleave(3)
+    for step in range(30):
+        update_all(cache, *states(1, 3, seed=step))
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    twin = pickle.loads(pickle.dumps(cache))
+    for layer, other in zip(cache.layers, twin.layers, strict=True):
+        assert torch.equal(layer.keys.clone(), other.keys.clone())
+        assert torch.equal(layer.values.clone(), other.values.clone())
+
+
+@pytest.mark.parametrize("name", LAYER_DTYPES)
+def test_windows_that_keep_more_than_they_need_find_room_again(name: str) -> None:
+    model = shared_model("mistral")
+    cache, twin = (
+        PagedCache(model, kv_cache_dtype=name, block_size=16, group_size=8, max_tokens=800) for _ in range(2)
+    )
+    cache.activate_past_recording()
+    for step in range(12):
+        update_all(cache, *states(16, 2, seed=step))
+    twin.load_state_dict(cache.state_dict())
+    twin.check_integrity()
+    for one in (cache, twin):
+        one.crop(-100)
+        update_all(one, *states(3, 2, seed=50))
+    for layer, other in zip(cache.layers, twin.layers, strict=True):
+        assert torch.equal(layer.keys.clone(), other.keys.clone())
