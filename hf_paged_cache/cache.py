@@ -9,14 +9,16 @@ from dataclasses import fields
 from typing import Any, Self
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache
 
 from . import compat
 from .attention import activate, watch
+from .compound import PagedHybridLayer, PagedHybridWindowLayer, PagedIndexedLayer
 from .config import PagedCacheConfig
 from .deprecated import DeprecatedReads
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .formats import DEFAULT_GROUP_SIZE
+from .hosts import HostContract, HostParts
 from .kernels import dispatch
 from .layer import PagedLayer, PagedWindowLayer, refuse_to_move
 from .precision import Precision
@@ -26,7 +28,7 @@ from .stats import CacheStats, MemoryFootprint
 from .tools import CacheTools
 
 
-class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
+class PagedCache(CacheTools, DeprecatedReads, HostContract):
     """A KV cache in fixed-size blocks of a preallocated pool, for `generate` and plain forwards.
 
     ```python
@@ -110,36 +112,46 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         )
         config, model = compat.resolve_config(config_or_model)
         specs = compat.layer_specs(config)
-        paged = {
-            index: spec
-            for index, (spec, _) in enumerate(specs)
-            if spec.layer_type in compat.PAGED_LAYER_TYPES
-        }
-        if not paged:
-            raise UnsupportedLayerError(
-                f"none of the {len(specs)} layers of this {config.model_type!r} model keeps K and V per "
-                "token, so there is nothing to page; use the model's default cache"
-            )
+        order = compat.write_order(config, len(specs))
+        paged = {index: specs[index][0] for index in order if specs[index][0].is_paged}
         _check_layers(settings, specs, paged)
         self._state = CacheState(settings, paged, compat.max_positions(config))
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
-        self._host_specs = {index: spec for index, spec in enumerate(specs) if index not in paged}
-        self._state.hosts = self._host_layers()
-        self._state.has_host_states = any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
+        self._num_layers = len(specs)
+        self._hosts = HostParts(
+            self._state,
+            {
+                index: getattr(layer, "host_part", None) or layer
+                for index, layer in enumerate(self.layers)
+                if not specs[index][0].is_paged or hasattr(layer, "host_part")
+                if specs[index][0].layer_type not in compat.EMPTY_LAYER_TYPES
+            },
+            compat.fixed_layers(config) | compat.layers_without_indexer(config),
+        )
+        self._state.chunk_fault = compat.chunk_fault(config)
+        self._state.has_outside_state = compat.has_outside_state(config)
         self._state.is_encoder_decoder = config.is_encoder_decoder
-        self._state.can_be_static = compile and not self._host_layers() and not config.is_encoder_decoder
+        is_all_paged = len(paged) == len(specs) and not self._hosts
+        self._state.can_be_static = compile and is_all_paged and not config.is_encoder_decoder
         self._config = config
         self._model = None if model is None else weakref.ref(model)
         activate(config_or_model)
         self._state.is_attended = watch(config_or_model)
 
     def _make_layer(self, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
-        if spec.layer_type not in compat.PAGED_LAYER_TYPES:
+        if not spec.is_paged:
             return compat.host_layer(spec.layer_type, kwargs)
+        part = compat.host_part(spec.layer_type, kwargs)
+        if part is not None and not compat.is_linear(part):
+            return PagedIndexedLayer(self._state, index, part)
         if spec.window is not None:
-            return PagedWindowLayer(self._state, index, spec.window)
-        return PagedLayer(self._state, index)
+            return (
+                PagedWindowLayer(self._state, index, spec.window)
+                if part is None
+                else PagedHybridWindowLayer(self._state, index, spec.window, part)
+            )
+        return PagedLayer(self._state, index) if part is None else PagedHybridLayer(self._state, index, part)
 
     # --- the contract of transformers.Cache -----------------------------------------------------------------
 
@@ -166,30 +178,35 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
                 step is taken back.
             QuantisationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
         """
-        if not 0 <= layer_idx < len(self.layers):
+        if not 0 <= layer_idx < self._num_layers:
             raise CacheMismatchError(
-                f"layer {layer_idx}: this cache was made for a model with {len(self.layers)} layers; make a "
-                "new PagedCache(model) for this one"
+                f"layer {layer_idx}: this cache was made for a model with {self._num_layers} layers; make a "
+                "new PagedCache(model) for this one. Layers appended to `cache.layers` cannot be used"
             )
-        state = self._state
-        if state.batch == 1 != key_states.shape[0]:
-            self._spread_rows(key_states.shape[0])
+        if self._hosts:
+            self._hosts.enter(("kv", layer_idx))
+        self._spread_rows(key_states.shape[0])
         try:
             keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         except BaseException:
-            if not state.is_open:
-                state.give_back_rows()
+            if not self._state.is_open and self._state.give_back_rows():
+                self._hosts.select([0])
             raise
         return keys, values
 
     def _spread_rows(self, rows: int) -> None:
         """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
+        if self._num_rows != 1 or rows == 1 or torch.compiler.is_compiling():
+            return
         self._state.take(None)
-        if self._state.batch == 1 and rows > 1 and not self._state.is_open and not self._state.is_static:
+        if self._num_rows == 1 and not self._state.is_open and not self._state.is_static:
             self._state.spread_rows(rows)
+            self._hosts.select([0] * rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
+        if self._hosts:
+            self._hosts.enter()
         length: Any = super().get_seq_length(layer_idx)
         if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
             return length  # type: ignore[no-any-return]
@@ -201,8 +218,14 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         A prompt that is all cached has its last token computed again. Raises CacheMismatchError if it is
         shorter than what is cached, or another text.
         """
-        state = self._settled("generate")
-        held = state.step_end
+        state, held = self._settled("generate"), self._num_tokens
+        if tokens < held:
+            note = "" if state.chunk_fault is None else f". And {state.chunk_fault}"
+            raise CacheMismatchError(
+                f"the prompt has {tokens} tokens, but the cache already holds {held} per row. Pass the whole "
+                "conversation, longer than what is cached; `cache.truncate_to(input_ids)` keeps what an "
+                f"edited conversation shares with the cached one, `cache.reset()` starts anew{note}"
+            )
         if ids is not None and ids.shape[1] == tokens:
             state.history.check_prompt(ids)
         if tokens == held and held:
@@ -214,13 +237,19 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
                     f"have to be taken back and fed again, but: {error}"
                 ) from error
             return 1
-        if tokens < held:
-            raise CacheMismatchError(
-                f"the prompt has {tokens} tokens, but the cache already holds {held} per row. Pass the whole "
-                "conversation, longer than what is cached; `cache.truncate_to(input_ids)` keeps what an "
-                "edited conversation shares with the cached one, `cache.reset()` starts anew"
-            )
         return tokens - held
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that the next forward of `query_length` tokens will attend.
+
+        Raises:
+            CacheMismatchError: There are no new tokens, or more at once than the model can take after a
+                history.
+        """
+        if self._hosts:
+            self._hosts.enter()
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        return length, offset
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Position of the next query; a tensor where the host would have to wait for the number."""
@@ -239,18 +268,13 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         Raises:
             PagedCacheError: A window layer no longer holds what the shorter length needs.
         """
-        state = self._state
-        state.take(None)
-        state.pull()
-        count = compat.tokens_to_remove(tokens_to_remove, state.step_end)
-        if count and count >= state.step_end:
-            record_past = state.record_past
-            self.reset()
-            state.record_past = record_past
-            return
+        state = self._settled("crop")
+        tokens = self._num_tokens
+        count = compat.tokens_to_remove(tokens_to_remove, tokens)
+        is_all = count >= tokens > 0
         state.check_crop(count)
-        for layer in self._host_layers():
-            layer.crop(-count)
+        self._hosts.check_crop(count, is_all=is_all)
+        self._hosts.crop(count, is_all=is_all)
         state.crop(count)
 
     def activate_past_recording(self) -> None:
@@ -260,7 +284,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
             CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
                 prompt then, after what is cached.
         """
-        prompt, held = compat.drafts_feed_all_of(), self._state.step_end
+        prompt, held = compat.drafts_feed_all_of(), self._num_tokens
         if prompt is not None and held:
             raise CacheMismatchError(
                 f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "
@@ -271,45 +295,33 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
-        self._state.take(None)
-        self._state.reorder(beam_idx.tolist())
-        for layer in self._host_layers():
-            layer.reorder_cache(beam_idx)
+        self._take_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Give every row `repeats` copies beside each other, by reference."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise PagedCacheError(f"repeats must be a positive number of copies per row, got {repeats!r}")
-        self._state.take(None)
-        self._state.reorder([row for row in range(self._state.batch) for _ in range(repeats)])
-        for layer in self._host_layers():
-            layer.batch_repeat_interleave(repeats)
+        self._settled("batch_repeat_interleave")
+        self._take_rows([row for row in range(self._num_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
-        self._state.take(None)
+        self._settled("batch_select_indices")
         chosen = torch.as_tensor(indices)
-        if chosen.dtype == torch.bool and self._state.batch not in (0, chosen.numel()):
+        if chosen.dtype == torch.bool and self._num_rows not in (0, chosen.numel()):
             raise PagedCacheError(
-                f"a boolean mask of rows must have one entry for each of the {self._state.batch} rows, got "
+                f"a boolean mask of rows must have one entry for each of the {self._num_rows} rows, got "
                 f"{chosen.numel()}"
             )
         chosen = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
-        self._state.reorder([int(row) for row in chosen.tolist()])
-        for layer in self._host_layers():
-            layer.batch_select_indices(indices)
+        self._take_rows([int(row) for row in chosen.tolist()])
 
     def reset(self) -> None:
         """Forget everything; pools stay allocated, and the next batch may have another size."""
         self._state.check_thread()
         self._state.reset()
         self._state.record_past = False
-        self._state.broken = False
-        # What the host's layers keep after a reset depends on its version: zeros of the old length, or of the
-        # old number of rows.
-        for index, spec in self._host_specs.items():
-            self.layers[index] = self._make_layer(index, *spec)
-        self._state.hosts = self._host_layers()
+        self._hosts.reset()
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refused: blocks are not moved between devices."""
@@ -323,7 +335,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
     def batch_size(self) -> int:
         """Rows held, or -1 before the first update."""
         self._state.settle()
-        return self._state.batch or -1
+        return self._num_rows or -1
 
     @property
     def is_compileable(self) -> bool:
@@ -341,7 +353,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
     def __repr__(self) -> str:
         stats, state = self.stats(), self._state
         return (
-            f"{type(self).__name__}({len(self.layers)} layers, {state.batch} rows x {state.step_end} tokens, "
+            f"{type(self).__name__}({len(self.layers)} layers, {stats.batch} rows x {stats.tokens} tokens, "
             f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_size}, "
             f"{state.config.kv_cache_dtype})"
         )
@@ -356,8 +368,8 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         groups = self._state.groups
         pools = [group.manager.pool for group in groups]
         return CacheStats(
-            batch=self._state.batch,
-            tokens=self._state.step_end,
+            batch=self._num_rows,
+            tokens=self._num_tokens,
             block_size=self._state.config.block_size,
             num_blocks=sum(pool.num_blocks for pool in pools),
             used_blocks=sum(pool.num_referenced for pool in pools),
@@ -375,7 +387,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
             used_bytes=sum(group.used_bytes for group in groups),
             table_bytes=sum(group.table_bytes for group in groups),
             scratch_bytes=dispatch.scratch_bytes(),
-            host_bytes=sum(_tensor_bytes(vars(layer)) for layer in self._host_layers()),
+            host_bytes=self._hosts.nbytes,
         )
 
     def check_integrity(self) -> None:
@@ -392,7 +404,7 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         twin = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             setattr(twin, name, copy.deepcopy(value, memo) if name != "_config" else value)
-        twin._state.hosts = twin._host_layers()
+        twin._state.forget_user()
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -401,21 +413,36 @@ class PagedCache(CacheTools, DeprecatedReads, DynamicCache):
         return _unpickle, (type(self), self._config, settings, self.state_dict())
 
     def _with_state(self, state: CacheState) -> Self:
+        memo: dict[int, Any] = {id(self._state): state}
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         twin._state = state
         twin.layers = [
-            layer.of_fork(state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer)
+            layer.of_fork(state, memo) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
-        state.hosts = twin._host_layers()
+        twin._hosts = copy.deepcopy(self._hosts, memo)
         return twin
 
     def _paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
-    def _host_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+    @property
+    def _num_rows(self) -> int:
+        return self._state.batch or self._hosts.batch
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._state.step_end or self._hosts.num_tokens
+
+    def _take_rows(self, row_indices: list[int]) -> None:
+        """Make the rows copies of the given old rows, everywhere."""
+        self._settled("moving rows")
+        batch = self._num_rows
+        rows = self._state.checked_rows(row_indices, batch) if batch else []
+        self._state.reorder(row_indices)
+        if rows:
+            self._hosts.select(rows)
 
 
 def _unpickle(
@@ -446,11 +473,3 @@ def _check_layers(
         head_dim = paged[index].head_dim
         if form is not None and head_dim is not None:
             form.bind(settings.block_size, head_dim, head_dim)
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(_tensor_bytes(item) for item in value.values())
-    return 0

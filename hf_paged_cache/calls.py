@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 _GENERATION = "transformers.generation"
+_MARK = "__hf_paged_cache__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,15 @@ class Place:
     Attributes:
         thread: Identifier of the thread.
         frame: Identity of the frame, or None: the thread as a whole.
-        code: What runs in it. Identities are used again, hardly ever for the same function.
+        code: What runs in it.
+        mark: What was put beside the frame's local variables. The next call of the same function often gets
+            the same memory, so identity alone would not tell them apart.
     """
 
     thread: int
     frame: int | None
     code: CodeType | None
+    mark: object = None
 
     @property
     def is_here(self) -> bool:
@@ -49,7 +53,7 @@ class Place:
         frame: FrameType | None = top
         while frame is not None:
             if id(frame) == self.frame:
-                return frame.f_code is self.code
+                return frame.f_code is self.code and frame.f_locals.get(_MARK) is self.mark
             frame = frame.f_back
         return False
 
@@ -134,4 +138,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _place(thread: int, frame: FrameType | None) -> Place:
-    return Place(thread, None if frame is None else id(frame), None if frame is None else frame.f_code)
+    if frame is None:
+        return Place(thread, None, None)
+    # Names that the function does not have stay with its frame, and nobody else sees them.
+    return Place(thread, id(frame), frame.f_code, frame.f_locals.setdefault(_MARK, object()))

@@ -36,10 +36,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._last_seen: tuple[Any, ...] | None = None
         self._last_read: weakref.ref[StoredKV] | None = None
 
-    def of_fork(self, state: CacheState) -> PagedLayer:
-        """The same layer of a cache that was forked from this one."""
+    def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
+        """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
         twin = copy.copy(self)
         twin._state, twin._last_read = state, None
+        for name, value in vars(self).items():
+            if name == "host_part":
+                setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     # --- what attention calls -------------------------------------------------------------------------------
@@ -121,14 +124,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         state = self._state
         state.has_masks = True
         self._settle()
+        state.check_chunk(query_length, is_warm=state.tokens[self.layer_idx] > 0)
         if state.is_static and state.batch:
             if torch.compiler.is_compiling():
                 return state.row_capacity_tokens, 0
             if query_length == 1 and state.is_attended():
                 return StaticLength(state.row_capacity_tokens, state.check_static_room), 0
             state.pull()
-        if state.has_host_states:
-            state.check_room(query_length)
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
         length = tokens - first + query_length
@@ -172,8 +174,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute in the host
-        """Whether K and V of this layer have a place."""
-        return self._blocks is not None
+        """Whether K and V of this layer have a place, in rows that there are."""
+        return self._blocks is not None and self._state.batch > 0
 
     @property
     def device(self) -> torch.device | None:

@@ -7,7 +7,9 @@ registered here returns a tensor that stands for the host's mask and becomes it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import torch
 from . import compat
 from .errors import CacheMismatchError
 from .lazy import LazyTensor, make_wrapper
+
+logger = logging.getLogger("hf_paged_cache")
 
 
 class PagedLength(int):
@@ -124,11 +128,23 @@ def _check_length(kwargs: dict[str, Any]) -> None:
     mask, new = kwargs.get("attention_mask"), kwargs["q_length"]
     tokens = kwargs["kv_length"] + kwargs.get("kv_offset", 0)
     if mask is not None and mask.dim() == 2 and mask.shape[1] < tokens:
+        if compat.has_short_masks(kwargs.get("config")):
+            _warn_once()
+            return
         raise CacheMismatchError(
             f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {tokens - new} per row and "
             f"{new} new ones came. Pass the whole conversation (ids and mask), longer than what is cached; "
             "`cache.crop(...)` what differs, or `cache.reset()`"
         )
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning(
+        "attention_mask covers only the tokens after the conditioning, which this model puts in front and "
+        "keeps in the cache, so that the mask hides as many of the newest tokens, with any cache; pass no "
+        "attention_mask to let them be seen"
+    )
 
 
 def _causal_shape(kwargs: dict[str, Any]) -> tuple[int, int, int, torch.Tensor | None] | None:

@@ -14,7 +14,7 @@ hosts                    attributes of the layers (and parts) of the host's own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .state import CacheState
 VERSION = 1
 
 
-def take(state: CacheState) -> dict[str, Any]:
+def take(state: CacheState, hosts: Sequence[Any]) -> dict[str, Any]:
     """The contents of a cache, in tensors of their own."""
     return {
         "version": VERSION,
@@ -41,11 +41,11 @@ def take(state: CacheState) -> dict[str, Any]:
         "record_past": state.record_past,
         "input_ids": state.history.ids,
         "groups": [_take_group(group) for group in state.groups] if state.batch else [],
-        "hosts": [_plain(vars(host)) for host in state.hosts],
+        "hosts": [_plain(vars(host)) for host in hosts],
     }
 
 
-def check(state: CacheState, saved: Mapping[str, Any]) -> None:
+def check(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -> None:
     """Raise PagedCacheError unless a cache can take these contents; changes nothing."""
     if not isinstance(saved, Mapping) or "version" not in saved:
         raise PagedCacheError(
@@ -57,7 +57,7 @@ def check(state: CacheState, saved: Mapping[str, Any]) -> None:
         "block_size": settings.block_size,
         "kv_cache_dtype": settings.kv_cache_dtype,
         "layers": sorted(state.tokens),
-        "other layers": len(state.hosts),
+        "other layers": len(hosts),
     }
     got = {
         "version": saved["version"],
@@ -77,9 +77,9 @@ def check(state: CacheState, saved: Mapping[str, Any]) -> None:
         raise PagedCacheError(f"state_dict lacks {', '.join(sorted(missing))}: it was cut or changed")
 
 
-def restore(state: CacheState, saved: Mapping[str, Any]) -> None:
+def restore(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -> None:
     """Fill an empty cache. The caller has called `check`."""
-    for host, values in zip(state.hosts, saved["hosts"], strict=True):
+    for host, values in zip(hosts, saved["hosts"], strict=True):
         vars(host).update(_plain(values))
     state.record_past = saved["record_past"]
     if not saved["batch"]:

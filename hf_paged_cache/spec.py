@@ -17,9 +17,11 @@ class LayerSpec:
         window: Tokens a query sees, itself included (sliding and chunked attention), or None.
         kv_heads: Heads of K and V, None if the config does not say.
         head_dim: Width of one head, None if the config does not say.
+        is_paged: Whether its K and V lie in blocks; otherwise the layer is one of the host's own class.
     """
 
     layer_type: str
     window: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
+    is_paged: bool = True

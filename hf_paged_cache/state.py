@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -36,6 +35,7 @@ from .groups import LayerGroups
 from .history import TokenHistory
 from .kernels.problem import LayerBlocks
 from .spec import LayerSpec
+from .undo import Undo
 
 _NO_NEW_TOKENS = (
     "layer {layer}: no new tokens. The cache already holds {held} tokens per row, and the prompt has no more "
@@ -49,18 +49,19 @@ class CacheState:
     Attributes:
         config: Settings.
         batch: Rows, or 0 before the first update and after a reset.
-        tokens: Layer index -> tokens that this layer holds of every row.
+        tokens: Layer index -> tokens that this layer holds of every row, in the order of writing.
         step_start: Tokens stored before the step in progress (or the last one).
         step_end: Tokens stored when that step is complete.
         history: Ids of the stored tokens, as far as they are known.
         record_past: Window layers keep what they would drop, so that `crop` can bring it back.
-        has_host_states: Other layers of the cache keep recurrent states, which cannot be taken back.
-        broken: A forward failed after such a state had moved on; only a reset helps.
         is_encoder_decoder: The model has an encoder, so that this may be the cache of its cross-attention.
         has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
+        undo: What a step in progress has changed outside the blocks.
+        has_outside_state: The model keeps a recurrent state in itself, where nobody can take it back.
+        is_lost: A forward failed after such a state had moved on; only a reset helps.
+        chunk_fault: Why the model cannot take several new tokens at once after a history; None if it can.
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
-        hosts: The layers of the host's own classes in the cache, and such parts of layers.
         has_open_step: Some layer of static rows has yet to join the step in progress.
     """
 
@@ -74,14 +75,15 @@ class CacheState:
         self.step_end = 0
         self.history = TokenHistory()
         self.record_past = False
-        self.has_host_states = False
-        self.broken = False
         self.is_encoder_decoder = False
         self.has_masks = False
+        self.undo = Undo()
+        self.chunk_fault: str | None = None
+        self.has_outside_state = False
+        self.is_lost = False
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.has_open_step = False
-        self.hosts: list[Any] = []
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
         self._is_open = False  # a step is in progress
@@ -137,14 +139,15 @@ class CacheState:
         call = None if torch.compiler.is_compiling() else calls.current()
         self.take(call)
         start, new_tokens = self.tokens[layer_idx], key_states.shape[2]
-        if self.broken:
+        if self.is_lost:
             raise CacheMismatchError(
-                "a forward failed after layers with a recurrent state had moved on, and those cannot be "
-                "taken back; call `cache.reset()` and start from the prompt"
+                "a forward failed after recurrent states had moved on that this model keeps in itself, and "
+                "nobody can take those back; call `cache.reset()` and start from the prompt"
             )
         if new_tokens == 0:
             raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
         self._check_in_step(layer_idx, start)
+        self.check_chunk(new_tokens, is_warm=start > 0)
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and start and call is not None and call.is_generating:
             self.give_back_rows()
@@ -204,11 +207,13 @@ class CacheState:
         if tokens > self.row_capacity_tokens:
             raise self._groups.no_static_room(tokens, self.row_capacity_tokens, self.batch)
 
-    def check_room(self, new_tokens: int) -> None:
-        """Raise PoolExhausted if a forward of so many tokens would, before any layer has run."""
-        for group in self.groups if self.batch else ():
-            self._groups.make_room(
-                group, self.batch, self.step_end, new_tokens, keep_history=self.record_past
+    def check_chunk(self, new_tokens: int, *, is_warm: bool) -> None:
+        """Raise CacheMismatchError if the model goes wrong with so many new tokens after a history."""
+        if self.chunk_fault is not None and new_tokens > 1 and is_warm:
+            raise CacheMismatchError(
+                f"{new_tokens} new tokens came, and the cache holds a history: {self.chunk_fault}. Feed the "
+                "new tokens one at a time, or call `cache.reset()` and feed everything from the start; "
+                "nothing was written"
             )
 
     def pull(self) -> None:
@@ -284,13 +289,22 @@ class CacheState:
         """Whether a step is in progress that this layer has yet to join."""
         return self.tokens[layer_idx] == self.step_start < self.step_end
 
+    def is_next_in_any_layer(self) -> bool:
+        """Whether some layer has yet to join a step in progress."""
+        return any(self.is_next_in_step(index) for index in self._behind(self.step_end))
+
     def abort_step(self) -> None:
         """Take back the step in progress, in every layer."""
+        self.take_back_outside()
         if self.step_end > self.step_start:
-            self.broken = self.has_host_states
             self._crop_to(self.step_start)
-        self.give_back_rows()
         self._close_step()
+
+    def take_back_outside(self) -> None:
+        """Take back what a forward has changed outside the blocks, rows that it spread included."""
+        self.undo.restore()
+        self.give_back_rows()
+        self.is_lost = self.has_outside_state
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place in a pool."""
@@ -324,32 +338,34 @@ class CacheState:
         if not self.batch:
             return
         self.pull()
-        bad = [row for row in row_indices if not -self.batch <= row < self.batch]
-        if bad or not row_indices:
-            raise PagedCacheError(
-                f"row indices must be a non-empty selection of 0…{self.batch - 1} (the cache holds "
-                f"{self.batch} rows), got {list(row_indices)}"
-            )
-        rows = [row % self.batch for row in row_indices]
+        rows = self.checked_rows(row_indices, self.batch)
         self._groups.reorder(rows)
         self.history.reorder(rows)
         self.batch = len(rows)
 
+    @staticmethod
+    def checked_rows(row_indices: Sequence[int], batch: int) -> list[int]:
+        """Rows counted from the first; raises PagedCacheError if there are none, or none of that index."""
+        bad = [row for row in row_indices if not -batch <= row < batch]
+        if bad or not row_indices:
+            raise PagedCacheError(
+                f"row indices must be a non-empty selection of 0…{batch - 1} (the cache holds "
+                f"{batch} rows), got {list(row_indices)}"
+            )
+        return [row % batch for row in row_indices]
+
     def spread_rows(self, rows: int) -> None:
         """Give the one row of the cache to so many, for the step that begins."""
         self._rows_before = self.batch
-        self._move_all([0] * rows)
+        self.reorder([0] * rows)
 
-    def give_back_rows(self) -> None:
-        """Undo `spread_rows`, if the step that wanted it has failed."""
+    def give_back_rows(self) -> bool:
+        """Undo `spread_rows`, if the step that wanted it has failed. Returns whether there was one."""
+        is_spread = self._rows_before is not None
         if self._rows_before is not None and self.batch:
-            self._move_all(list(range(self._rows_before)))
+            self.reorder(list(range(self._rows_before)))
         self._rows_before = None
-
-    def _move_all(self, rows: list[int]) -> None:
-        self.reorder(rows)
-        for host in self.hosts:
-            host.reorder_cache(torch.tensor(rows))
+        return is_spread
 
     def reset(self) -> None:
         """Forget all rows and give their blocks back; pools stay."""
@@ -357,6 +373,7 @@ class CacheState:
         self.history.crop(0)
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
+        self.is_lost = False
         self._last_written = None
         self._rows_before = None
         self._close_step()
@@ -365,10 +382,14 @@ class CacheState:
         """The same rows for another cache, by sharing their blocks."""
         twin = copy.copy(self)
         twin.tokens = dict(self.tokens)
-        twin.history = self.history.copy()
+        twin.history, twin.undo = self.history.copy(), Undo()
         twin._groups = self._groups.fork()
-        twin._forward = twin._user = None
+        twin.forget_user()
         return twin
+
+    def forget_user(self) -> None:
+        """Belong to no thread and no forward, as a copy does."""
+        self._forward = self._user = None
 
     def restore(self, batch: int, tokens: dict[int, int], length: int) -> None:
         """Take over the lengths of contents that were put into the groups."""
@@ -379,10 +400,6 @@ class CacheState:
     def layer_groups(self) -> LayerGroups:
         """All groups as one."""
         return self._groups
-
-    def is_next_in_any_layer(self) -> bool:
-        """Whether some layer has yet to join a step in progress."""
-        return any(self.is_next_in_step(index) for index in self._behind(self.step_end))
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost or the layers disagree."""
@@ -410,8 +427,13 @@ class CacheState:
 
         Layers that a model never writes hold nothing; layers after the last one written were not reached.
         """
-        last = -1 if self._last_written is None else self._last_written
-        return [i for i, held in self.tokens.items() if held != count and (held or i > last >= 0)]
+        order = list(self.tokens)
+        reached = 0 if self._last_written is None else order.index(self._last_written) + 1
+        return [
+            index
+            for place, index in enumerate(order)
+            if self.tokens[index] != count and (self.tokens[index] or place >= reached > 0)
+        ]
 
     def _check_in_step(self, layer_idx: int, start: int) -> None:
         """A new step may only begin when every layer has finished the last one."""
@@ -444,10 +466,9 @@ class CacheState:
                 self._open_rows(key_states, value_states, keep_history=keep_history)
             self._groups.reserve(self.batch, start, key_states.shape[2], keep_history=keep_history)
         except (PoolExhausted, QuantisationError, UnstorableValueError):
-            self.broken = self.has_host_states
+            self.take_back_outside()
             if not start:
                 self.reset()
-            self.give_back_rows()
             raise
         self._groups.set_writing(True)
 
@@ -467,9 +488,7 @@ class CacheState:
 
     def _crop_to(self, num_tokens: int) -> None:
         if not num_tokens:
-            rows_before = self._rows_before
             self.reset()
-            self._rows_before = rows_before
             return
         self.check_crop(self.step_end - num_tokens)
         self._groups.crop(num_tokens)

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from . import compat, convert, snapshot
 from .errors import PagedCacheError
+from .hosts import HostParts
 from .state import CacheState
 
 
@@ -19,6 +20,7 @@ class CacheTools:
 
     layers: list[Any]
     _state: CacheState
+    _hosts: HostParts
     _config: PreTrainedConfig
 
     # --- copies ---------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class CacheTools:
         `torch.load(..., weights_only=True)` reads it back, and `load_state_dict` of a cache made for the same
         model with the same settings takes it in, bit for bit.
         """
-        return snapshot.take(self._movable("state_dict"))
+        return snapshot.take(self._movable("state_dict"), self._hosts.parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the contents by those that `state_dict` has returned.
@@ -101,9 +103,9 @@ class CacheTools:
             PoolExhausted: They do not fit into the pool; the cache is empty then.
         """
         state = self._movable("load_state_dict")
-        snapshot.check(state, state_dict)
+        snapshot.check(state, self._hosts.parts, state_dict)
         self.reset()
-        snapshot.restore(state, state_dict)
+        snapshot.restore(state, self._hosts.parts, state_dict)
 
     # --- the text in the cache ------------------------------------------------------------------------------
 
@@ -201,6 +203,7 @@ class CacheTools:
         state = self._state
         state.take(None)
         state.pull()
+        self._hosts.settle()
         if state.is_open and state.is_next_in_any_layer():
             raise PagedCacheError(f"{method}: a forward is in progress; call it when the model has returned")
         return state
@@ -234,7 +237,7 @@ class CacheTools:
     def _why_not_drop(self) -> str | None:
         """Why tokens inside the history cannot be deleted; None if they can."""
         state = self._state
-        if state.hosts or any(group.window is not None for group in state.groups):
+        if self._hosts or any(group.window is not None for group in state.groups):
             return "layers with a window or a recurrent state do not hold all of the history"
         if any(group.dense is not None or any(group.formats.values()) for group in state.groups):
             return "moving the tokens behind would encode them a second time"

@@ -420,7 +420,7 @@ def _no_keys() -> Any:
     ("make", "message"),
     [
         (lambda: shared_model("t5"), "is an encoder-decoder"),
-        (_no_keys, "nothing to page"),
+        (_no_keys, "nothing to profile"),
         (lambda: shared_model("falcon"), r"layers \[0, 1\] of this 'falcon' model"),
     ],
     ids=["encoder-decoder", "no keys", "attention code of its own"],

@@ -188,6 +188,11 @@ def _check_model(model: object) -> None:
             f"this {config.model_type!r} model is an encoder-decoder, and profiles are of decoders that "
             "continue a prompt"
         )
+    if not any(spec.is_paged for spec, _ in compat.layer_specs(config)):
+        raise UnsupportedLayerError(
+            f"no layer of this {config.model_type!r} model keeps K and V in blocks, so there is nothing to "
+            "profile"
+        )
 
 
 def _checked_steps(steps: object) -> tuple[int, ...]:
