@@ -20,7 +20,7 @@ from tests.test_real_model import TEXTS, _batch, _generate, checkpoint, model, t
 __all__ = ["checkpoint", "model", "tokenizer"]  # fixtures
 
 CHANNEL_BOUND = 0.1
-"""Error of the K of a channel over how much it differs from token to token: the worst channel is below this."""
+"""Error of the K of a channel over how much it differs from token to token: the worst is below this."""
 
 LOGIT_BOUND = 0.25
 """Norm of the error of logits over their norm. Random weights make much of every bit: this is no measure of a
