@@ -105,7 +105,10 @@ class HostParts:
 
     def check_begun(self, layer_idx: int, state_idx: int) -> None:
         """Raise CacheMismatchError if a convolution begins only now, and the cache holds a history."""
-        if self._end_before and not self._parts[layer_idx].has_previous_state[state_idx]:
+        part = self._parts.get(layer_idx)
+        if part is None or not compat.is_linear(part):
+            return  # which the host says in its own words
+        if self._end_before and not part.has_previous_state[state_idx]:
             raise CacheMismatchError(
                 f"layer {layer_idx} has no state yet, and the cache holds {self._end_before} tokens per row: "
                 "the forward that brought them was interrupted. Call `cache.reset()`, and start anew"
