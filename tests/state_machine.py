@@ -261,10 +261,15 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
         """A copy that goes its own way; where there are many, in the place of the last."""
         one = self.chosen(which)
         store = one.store if kind == "fork" else object()
-        other = Live(COPIES[kind](one.cache, self.make), one.model.copy(), store)
-        del self.live[MOST_CACHES - 1 :]
-        self.live.append(other)
-        self.touch(kind, other)
+        # A pool of its own may be smaller than one that was made larger for several caches.
+        there = Live(one.cache, DenseModel(one.model.layout), store)
+        with self.room_for(there, one.model.tokens, one.model.batch) as has_room:
+            made = COPIES[kind](one.cache, self.make)
+        if has_room:
+            other = Live(made, one.model.copy(), store)
+            del self.live[MOST_CACHES - 1 :]
+            self.live.append(other)
+        self.touch(kind, self.live[-1])
 
     @rule(which=which_cache)
     def rewind(self, which) -> None:
