@@ -129,14 +129,13 @@ class HostParts:
             return True  # an error would have ended `generate` as well
         if self._state.is_next_in_any_layer():
             return False
+        parts = {index: part for index, part in self._parts.items() if index not in self._fixed}
         if self._state.tokens and self._state.step_end == self._end_before:
             # No paged layer was reached, which is as it should be if the cache was only asked for its length.
-            return not (self._state.has_outside_state or any(map(undo.changed, self._parts.values())))
+            return not (self._state.has_outside_state or any(map(undo.changed, parts.values())))
         lengths: set[int | None] = {self._state.step_end} if self._state.tokens else set()
         changes: dict[Hashable, set[frozenset[Any]]] = {}
-        for index, part in self._parts.items():
-            if index in self._fixed:
-                continue
+        for part in parts.values():
             lengths.add(_length(part))
             if hasattr(part, "indexer_keys"):
                 continue  # the first of them may hold positions for all
