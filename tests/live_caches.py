@@ -253,7 +253,18 @@ class LiveCaches:
             if not model.batch:
                 assert stats.used_blocks == 0 or one.store in [x.store for x in self.live if x is not one]
                 assert all(layer.keys is None and layer.values is None for layer in one.cache.layers)
+            if one.view is None:
+                self.take_view(one)
         self._is_sound = True
+
+    def take_view(self, one: Live) -> None:
+        """A view of a layer, to be read by and by."""
+        layer, model, state = self.steps % len(one.layers), one.model, one.cache._state
+        if model.batch and model.layout.formats[layer] is None:
+            # Another one than `layer.keys`, which would be made dense by whoever reads those next.
+            first = model.first_visible(layer, model.tokens)
+            stored = StoredKV(state, state.blocks[layer], layer, first, model.tokens)
+            one.view = stored.views()[0], model.visible(layer)[0].clone()
 
     def check_layer(self, one: Live, layer: int) -> None:
         held = one.cache.layers[layer]
