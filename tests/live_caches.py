@@ -188,6 +188,8 @@ class LiveCaches:
     # --- after every step -----------------------------------------------------------------------------------
 
     def chosen(self, which: int) -> Live:
+        """The cache that a step is about; from now on until `check`, a failure leaves things half done."""
+        self._is_sound = False
         return self.live[which % len(self.live)]
 
     def fresh(
@@ -224,13 +226,11 @@ class LiveCaches:
 
     def must_fit(self, one: Live, tokens: int, rows: int) -> bool:
         """Whether all rows of a pool would have room even if they shared no block."""
-        size, needed = one.model.layout.block_size, 0
+        size = one.model.layout.block_size
+        needed = max(rows, one.model.batch) * -(-(one.model.tokens + tokens) // size)
         for other in self.live:
-            if other.store is one.store:
-                batch, length = other.model.batch, other.model.tokens
-                if other is one:
-                    batch, length = max(rows, batch), length + tokens
-                needed += batch * -(-length // size)
+            if other.store is one.store and other is not one:
+                needed += other.model.batch * -(-other.model.tokens // size)
         return needed <= self.max_tokens // size
 
     def touch(self, name: str, one: Live) -> None:
@@ -241,7 +241,6 @@ class LiveCaches:
 
     def check(self, touched: Live | None = None) -> None:
         """The cache that was touched is compared whole, of the others a layer in turn."""
-        self._is_sound = False
         for one in self.live:
             one.cache.check_integrity()
             stats, model = one.cache.stats(), one.model
@@ -254,7 +253,18 @@ class LiveCaches:
             if not model.batch:
                 assert stats.used_blocks == 0 or one.store in [x.store for x in self.live if x is not one]
                 assert all(layer.keys is None and layer.values is None for layer in one.cache.layers)
+            if one.view is None:
+                self.take_view(one)
         self._is_sound = True
+
+    def take_view(self, one: Live) -> None:
+        """A view of a layer, to be read by and by."""
+        layer, model, state = self.steps % len(one.layers), one.model, one.cache._state
+        if model.batch and model.layout.formats[layer] is None:
+            # Another one than `layer.keys`, which would be made dense by whoever reads those next.
+            first = model.first_visible(layer, model.tokens)
+            stored = StoredKV(state, state.blocks[layer], layer, first, model.tokens)
+            one.view = stored.views()[0], model.visible(layer)[0].clone()
 
     def check_layer(self, one: Live, layer: int) -> None:
         held = one.cache.layers[layer]
@@ -274,7 +284,7 @@ class LiveCaches:
         sections = [group.section for one in self.live for group in one.cache._state.groups]
         self.live = []
         if not self._is_sound:
-            return  # a failure holds caches alive
+            return  # what failed holds caches alive
         for _ in range(2):
             for section in sections:
                 section.collect()

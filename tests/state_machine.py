@@ -20,7 +20,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, StaleViewError, UnstorableValueError
 from hf_paged_cache.formats import kv_format
-from hf_paged_cache.view import StoredKV
 from tests.dense_model import DenseModel, Layout
 from tests.live_caches import (
     COPIES,
@@ -119,19 +118,16 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
 
     @rule(
         which=which_cache, tokens=few_tokens, rows=some_rows, how=st.sampled_from(Feed), reached=some_layer,
-        ending=st.sampled_from(["forward", "again", "by hand", "read only"]),
+        ending=st.sampled_from(["forward", "again", "by hand"]),
     )  # fmt: skip
     def abort(self, which, tokens, rows, how, reached, ending) -> None:
-        """A forward fails when some layers have been updated, or was only to read."""
+        """A forward fails when some layers have been updated."""
         one = self.chosen(which)
         keys, values = self.fresh(one, tokens, rows, how)
         reached = 1 + reached % (len(one.layers) - 1)
-        only_reads = ending == "read only"
-        updates = self.updates(one, keys, values, one.layers if only_reads else range(reached))
+        updates = self.updates(one, keys, values, range(reached))
         with self.room_for(one, tokens, keys.shape[1]) as has_room:
-            if only_reads:
-                Feeder().forward(updates, use_cache=False)
-            elif ending == "forward":
+            if ending == "forward":
                 with pytest.raises(Interrupted):
                     Feeder().forward(updates, is_interrupted=True)
             else:
@@ -142,9 +138,21 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
                     one.cache.update(keys[0], values[0], 0)
             elif ending == "by hand":
                 one.cache._state.abort_step()
-            one.model.begin(tokens, keeps_history=only_reads)
+            one.model.begin(tokens)
             one.model.take_back()
         self.touch(f"abort: {ending}", one)
+
+    @rule(which=which_cache, tokens=few_tokens, rows=some_rows, how=st.sampled_from(Feed))
+    def peek(self, which, tokens, rows, how) -> None:
+        """A forward with `use_cache=False` writes nothing for good."""
+        one = self.chosen(which)
+        keys, values = self.fresh(one, tokens, rows, how)
+        with self.room_for(one, tokens, keys.shape[1]) as has_room:
+            Feeder().forward(self.updates(one, keys, values, one.layers), use_cache=False)
+        if has_room:
+            one.model.begin(tokens, keeps_history=True)
+            one.model.take_back()
+        self.touch("peek", one)
 
     @rule(
         which=which_cache, rows=some_rows, reached=some_layer, tokens=few_tokens,
@@ -261,10 +269,15 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
         """A copy that goes its own way; where there are many, in the place of the last."""
         one = self.chosen(which)
         store = one.store if kind == "fork" else object()
-        other = Live(COPIES[kind](one.cache, self.make), one.model.copy(), store)
-        del self.live[MOST_CACHES - 1 :]
-        self.live.append(other)
-        self.touch(kind, other)
+        # A pool of its own may be smaller than one that was made larger for several caches.
+        there = Live(one.cache, DenseModel(one.model.layout), store)
+        with self.room_for(there, one.model.tokens, one.model.batch) as has_room:
+            made = COPIES[kind](one.cache, self.make)
+        if has_room:
+            other = Live(made, one.model.copy(), store)
+            del self.live[MOST_CACHES - 1 :]
+            self.live.append(other)
+        self.touch(kind, self.live[-1])
 
     @rule(which=which_cache)
     def rewind(self, which) -> None:
@@ -289,19 +302,13 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
         self.touch("drop", self.live[0])
 
     @precondition(lambda self: self.live and self.form == "auto")
-    @rule(which=which_cache, layer=some_layer)
-    def read_later(self, which, layer) -> None:
+    @rule(which=which_cache)
+    def read_later(self, which) -> None:
         """What a view shows is what it stood for when it was made, or it says that it cannot."""
         one = self.chosen(which)
         if one.view is not None:
             view, content = one.view
             with suppress(StaleViewError):
                 assert torch.equal(view, content)
-        layer, state = layer % len(one.layers), one.cache._state
         one.view = None
-        if one.model.batch and one.model.layout.formats[layer] is None:
-            first = one.model.first_visible(layer, one.model.tokens)
-            # Another one than `layer.keys`, which would be made dense by whoever reads those next.
-            stored = StoredKV(state, state.blocks[layer], layer, first, one.model.tokens)
-            one.view = stored.views()[0], one.model.visible(layer)[0].clone()
         self.touch("read_later", one)

@@ -20,8 +20,8 @@ STEPS = int(os.environ.get("HF_PAGED_CACHE_MACHINE_STEPS", "20000"))
 
 RULES = {
     *("update", "no room", "spoil", "crop", "crop_to_nothing", "reorder", "select", "repeat", "reset"),
-    *("record_past", "rewind", "drop", *COPIES),
-    *(f"abort: {ending}" for ending in ("forward", "again", "by hand", "read only")),
+    *("record_past", "rewind", "drop", "peek", *COPIES),
+    *(f"abort: {ending}" for ending in ("forward", "again", "by hand")),
 }
 
 
