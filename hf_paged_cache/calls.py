@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 _GENERATION = "transformers.generation"
 _MARK = "__hf_paged_cache__"
+_FRAMES_TO_THE_MODULE = 6
+"""A layer, a cache, a pair of caches, and what may be wrapped around them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,19 @@ def current() -> ModelCall:
 def is_generation(depth: int = 1) -> bool:
     """Whether the function that is `depth` frames up from the caller belongs to the host's generation."""
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
+
+
+def updating_module(layer_idx: int) -> torch.nn.Module | None:
+    """The attention module that brings K and V of a layer; None if they come from elsewhere."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_THE_MODULE):
+        frame = None if frame is None else frame.f_back
+        if frame is None:
+            break
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            return owner if getattr(owner, "layer_idx", None) == layer_idx else None
+    return None
 
 
 def prompt_of(depth: int = 1) -> torch.Tensor | None:

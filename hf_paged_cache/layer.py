@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from . import compiled
+from . import calls, compiled
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .lazy import dense
 from .masks import PagedLength, StaticLength
+from .ownership import check_owner
 from .state import CacheState
 from .static import StaticGroup
 from .view import PagedView, StoredKV
@@ -87,7 +88,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._check(key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         joins = state.is_open and state.is_next_in_step(self.layer_idx)
-        if not joins or start + new_tokens != state.step_end:
+        is_first = not joins or start + new_tokens != state.step_end
+        if is_first:
             state.begin_step(self.layer_idx, key_states, value_states)
             start = state.step_start
         blocks = state.blocks.get(self.layer_idx)
@@ -112,6 +114,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             key_states,
             value_states,
         )
+        if is_first:
+            # Attention of this package looks too, but a model may have attention code of its own.
+            module = calls.updating_module(self.layer_idx)
+            if module is not None:
+                check_owner(module, stored)
         return stored.views()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -75,7 +75,8 @@ def check(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -> 
             f"state_dict does not fit this cache: {name} is {theirs} there and {mine} here. Load it into a "
             "PagedCache made for the same model with the same settings"
         )
-    needed = {"batch", "tokens", "length", "record_past", "input_ids", "padding", "groups", "layer_dtypes"}
+    rows = {"batch", "tokens", "length", "record_past", "input_ids", "padding"}
+    needed = rows | {"groups", "layer_dtypes", "hosts"}
     if missing := needed - set(saved):
         raise PagedCacheError(f"state_dict lacks {', '.join(sorted(missing))}: it was cut or changed")
 

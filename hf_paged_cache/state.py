@@ -36,7 +36,9 @@ from .history import TokenHistory
 from .kernels.problem import LayerBlocks
 from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .spec import LayerSpec
+from .twins import Twins
 from .undo import Undo
+from .usage import Usage
 
 _NO_NEW_TOKENS = (
     "layer {layer}: no new tokens. The cache already holds {held} tokens per row, and the prompt has no more "
@@ -92,10 +94,10 @@ class CacheState:
         self._last_written: int | None = None
         self._is_open = False  # a step is in progress
         self._missing = 0  # layers that have yet to join it
-        self._is_twin: list[bool] = []  # row i + 1 of a prompt is so far the same as row i
+        self._twins = Twins()
         self._rows_before: int | None = None  # rows before the step spread them over more
         self._forward: Place | None = None  # that opened it, if known
-        self._user: Place | None = None  # the call of the host that has used the cache last
+        self._usage = Usage()
         self._is_read_only = False
 
     @property
@@ -167,7 +169,7 @@ class CacheState:
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
         self._missing, self._is_read_only = len(self.tokens), is_read_only
-        self._is_twin = [True] * (self.batch - 1) if not start and not self.is_static else []
+        self._twins.begin(self.batch if not start and not self.is_static else 0)
         self._forward, self._is_open = None if call is None else call.forward, True
         ids = None if call is None else call.input_ids
         self.history.feed(start, self.step_end, self.batch, ids)
@@ -179,23 +181,12 @@ class CacheState:
             CacheMismatchError: Another thread is using it.
         """
         with self._groups.store.lock:
-            self.check_thread()
-            if call is not None:
-                self._user = call.root
+            self._usage.take(call, is_open=self._is_open)
         self.settle()
 
     def check_thread(self) -> None:
         """Raise CacheMismatchError if another thread is using the cache."""
-        user = self._user
-        if user is None or user.is_here or not user.is_running():
-            return
-        if user.frame is None and not self._is_open:
-            return  # nobody knows, but no step is in progress
-        raise CacheMismatchError(
-            "a forward or `generate` in another thread is using this cache, and one cache serves one thread "
-            "at a time. Give every thread its own: `cache.fork()` shares what is cached so far, "
-            "`PagedCache(model)` starts empty"
-        )
+        self._usage.check(is_open=self._is_open)
 
     def settle(self) -> None:
         """Take back the step of a forward that has ended, if layers are missing or it was only to read."""
@@ -289,22 +280,15 @@ class CacheState:
         return self._is_open
 
     def compare_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Look which rows of a prompt are the same in this layer too, as those of beams are."""
-        if not any(self._is_twin):
-            return
-        for states in (key_states[:, :, -1:], key_states, value_states):
-            if any(self._is_twin):
-                same = (states[1:] == states[:-1]).flatten(1).all(dim=1).tolist()
-                self._is_twin = [a and b for a, b in zip(self._is_twin, same, strict=True)]
+        """Look which rows of a prompt are the same in this layer too."""
+        self._twins.compare(key_states, value_states)
 
     def _share_twins(self) -> None:
         """Store rows of a prompt once that are the same in every layer."""
-        if any(self._is_twin):
-            padding, rows = self.padding.tokens or (0,) * self.batch, [0]
-            for row, is_twin in enumerate(self._is_twin, start=1):
-                rows.append(rows[-1] if is_twin and padding[row] == padding[row - 1] else row)
-            self.reorder(rows)
-        self._is_twin = []
+        sources = self._twins.sources(self.padding.tokens or (0,) * self.batch)
+        if sources is not None:
+            self.reorder(sources)
+        self._twins.begin(0)
 
     def is_next_in_step(self, layer_idx: int) -> bool:
         """Whether a step is in progress that this layer has yet to join."""
@@ -412,7 +396,8 @@ class CacheState:
 
     def forget_user(self) -> None:
         """Belong to no thread and no forward, as a copy does."""
-        self._forward = self._user = self._noted = None
+        self._forward = self._noted = None
+        self._usage, self._twins = Usage(), Twins()
 
     def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:
         """Take over the lengths of contents that were put into the groups."""

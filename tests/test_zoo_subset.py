@@ -26,7 +26,7 @@ SUBSET = {
     "gemma2": BLOCKS,
     "gemma3_text": BLOCKS,
     "gemma3n_text": BLOCKS,
-    "gemma4_text": BLOCKS,
+    "gemma4_text": DENSE,
     "glm_moe_dsa": DENSE,
     "gpt2": BLOCKS,
     "gpt_oss": BLOCKS,
@@ -43,7 +43,8 @@ SUBSET = {
     "mistral": BLOCKS,
     "mllama": BLOCKS,
     "moshi": BLOCKS,
-    "musicgen": BLOCKS,
+    "mpt": DENSE,
+    "musicgen": NONE,
     "nemotron_h": BLOCKS,
     "opt": BLOCKS,
     "phi3": BLOCKS,
@@ -53,7 +54,6 @@ SUBSET = {
     "recurrent_gemma": BLOCKS,
     "t5": BLOCKS,
     "t5gemma2": DENSE,
-    "xlm": DENSE,
     "zamba2": BLOCKS,
     "zaya": BLOCKS,
 }
@@ -90,7 +90,7 @@ def test_a_type_gives_what_it_gives_with_the_default_cache(name: str) -> None:
     assert report.verdicts["plain"].status == checks.EQUAL
     assert report.reads == SUBSET[name]
     assert report.formats == dict.fromkeys(("auto", *FORMATS), RUNS)
-    assert all(moved > 10 * compare.TOLERANCE for moved in report.reach), "a lost token would go unseen"
+    assert all(moved > 5 * compare.TOLERANCE for moved in report.reach), "a lost token would go unseen"
 
 
 @pytest.mark.parametrize("name", OWN_CACHES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -174,7 +175,7 @@ class Reference:
 def one_line(error: BaseException) -> str:
     """An error as a cell of a table; those of PagedCache need no name."""
     name = "" if is_refusal(error) else f"{type(error).__name__}: "
-    return (name + " ".join(str(error).split()))[:300]
+    return textwrap.shorten(name + str(error), 300, placeholder=" …")
 
 
 def is_refusal(error: BaseException) -> bool:

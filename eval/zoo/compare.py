@@ -8,8 +8,9 @@ import torch
 
 from eval.zoo.runs import Run
 
-TOLERANCE = 3e-4
-"""Largest difference of logits in float32, as a share of their standard deviation (or 1, if more)."""
+TOLERANCE = 1e-3
+"""Largest difference of logits in float32, as a share of their standard deviation (or 1, if more). Most are
+below 1e-5; states that are scanned in chunks in one run and step by step in the other come to 3e-4."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ GROUPS = {
     reads.BLOCKS: "Attention reads the blocks in place",
     reads.MIXED: "Some layers read the blocks in place, others get dense tensors",
     reads.DENSE: "The model's own code reads K and V, which become dense tensors at every step",
-    reads.NONE: "No layer keeps K and V per token, so there is nothing to page",
+    reads.NONE: "Nothing lies in blocks: what the layers keep is stored by transformers' own classes",
     REFUSED: "Refused with an error when the cache is made or first used",
     UNKNOWN: "Not looked at: it cannot be built or run by itself",
 }
