@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 _GENERATION = "transformers.generation"
 _MARK = "__hf_paged_cache__"
+_FRAMES_TO_THE_MODULE = 6
+"""A layer, a cache, a pair of caches, and what may be wrapped around them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ class ModelCall:
         root: The outermost call of the host around it: `generate`, or the forward itself.
         use_cache: What that forward was told; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
-            it has none.
+            it has none that its answer depends on.
+        attention_mask: What that forward has under this name, if it is a tensor.
+        is_without_mask: Whether that forward has the name, and nothing under it.
         input_ids: `[batch, tokens]` as that forward has them; None if it was given embeddings.
         is_generating: Whether `generate` is behind it.
     """
@@ -76,6 +80,8 @@ class ModelCall:
     root: Place
     use_cache: bool | None
     position_ids: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    is_without_mask: bool
     input_ids: torch.Tensor | None
     is_generating: bool
 
@@ -99,11 +105,15 @@ def current() -> ModelCall:
         frame = frame.f_back
     told = {} if inner is None else inner.f_locals
     use_cache = told.get("use_cache")
+    # Falcon takes positions, and with ALiBi has no use for them.
+    has_positions = told.get("alibi") is None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         use_cache if isinstance(use_cache, bool) else None,
-        _tensor_in(told, "position_ids"),
+        _tensor_in(told, "position_ids") if has_positions else None,
+        _tensor_in(told, "attention_mask"),
+        "attention_mask" in told and told["attention_mask"] is None,
         _tensor_in(told, "input_ids"),
         is_generating,
     )
@@ -112,6 +122,19 @@ def current() -> ModelCall:
 def is_generation(depth: int = 1) -> bool:
     """Whether the function that is `depth` frames up from the caller belongs to the host's generation."""
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
+
+
+def updating_module(layer_idx: int) -> torch.nn.Module | None:
+    """The attention module that brings K and V of a layer; None if they come from elsewhere."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_THE_MODULE):
+        frame = None if frame is None else frame.f_back
+        if frame is None:
+            break
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            return owner if getattr(owner, "layer_idx", None) == layer_idx else None
+    return None
 
 
 def prompt_of(depth: int = 1) -> torch.Tensor | None:

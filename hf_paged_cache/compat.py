@@ -35,14 +35,6 @@ from . import calls
 from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
 from .spec import LayerSpec
 
-MINIMUM_TRANSFORMERS = "5.17"
-
-if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
-    raise ImportError(
-        f"hf_paged_cache needs transformers >= {MINIMUM_TRANSFORMERS}, and {transformers.__version__} is "
-        f"installed; run `pip install -U 'transformers>={MINIMUM_TRANSFORMERS},<6'`"
-    )
-
 _HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 _WINDOWED = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 _PAGED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_HYBRID)

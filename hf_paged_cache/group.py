@@ -170,11 +170,17 @@ class LayerGroup:
         for faults in self._faults.values():
             faults.check()
 
-    def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
-        """Make room for new tokens of every row; the caller has seen that there is room."""
+    def reserve(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+        """Make room for new tokens of every row; the caller has seen that there is room.
+
+        Args:
+            new_tokens: Of every row.
+            keep_history: Windows keep what they would drop.
+            padding: Of every row, leading tokens that need not be stored; empty if there are no more.
+        """
         self.bind_again()
         changed = [] if self.dense is None else self.dense.release_full(self.manager, new_tokens)
-        reservation = self.manager.reserve(new_tokens, keep_history=keep_history)
+        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed.append(reservation.changed_from)
         moves = None
@@ -183,6 +189,8 @@ class LayerGroup:
             changed += moves.columns
             self._grow_slots()
         for pool in self.pools:
+            if reservation.blanks:
+                pool.blank(reservation.blanks)
             if moves is not None and pool.form is not None and (moves.copied or moves.unsealed):
                 pool.follow(moves)
             elif reservation.copies:
@@ -247,9 +255,12 @@ class LayerGroup:
         size, first = self.block_size, -(-start // self.block_size)
         columns = range(first, (start + key_states.shape[2]) // size)
         dense = () if self.dense is None else self.dense.columns
-        column = next((column for column in columns if column not in dense), None)
-        if column is not None:
-            self._judge(layer_idx, key_states[:, :, column * size - start : (column + 1) * size - start])
+        for column in columns:
+            rows = [row for row, table in enumerate(self.manager.tables) if table.ids[column] != NULL_BLOCK]
+            if column not in dense and rows:
+                keys = key_states[rows, :, column * size - start : (column + 1) * size - start]
+                self._judge(layer_idx, keys)
+                return
 
     def set_guarded(self, layers: set[int]) -> None:
         """Note that the guard has looked at layers."""
@@ -342,8 +353,7 @@ class LayerGroup:
 
     def has_gap(self, start: int) -> bool:
         """Whether a token from `start` on is not stored, as of a prompt longer than the window."""
-        tables = self.manager.tables
-        return bool(tables) and NULL_BLOCK in tables[0].ids[start // self.block_size :]
+        return self.manager.has_gap(start)
 
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""

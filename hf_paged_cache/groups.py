@@ -133,8 +133,17 @@ class LayerGroups:
         self.blocks[layer_idx] = blocks
         return blocks
 
-    def reserve(self, batch: int, start: int, new_tokens: int, *, keep_history: bool) -> None:
+    def reserve(
+        self, batch: int, start: int, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()
+    ) -> None:
         """Make room for new tokens of every row, in all groups or in none.
+
+        Args:
+            batch: Rows.
+            start: Tokens of every row.
+            new_tokens: That come.
+            keep_history: Windows keep what they would drop.
+            padding: Of every row, leading tokens that need not be stored; empty if there are no more.
 
         Raises:
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
@@ -143,22 +152,29 @@ class LayerGroups:
         """
         for group in self.all:
             group.check_faults()
-            self.make_room(group, batch, start, new_tokens, keep_history=keep_history)
+            self.make_room(group, batch, start, new_tokens, keep_history=keep_history, padding=padding)
         for group in self.all:
             group.check_full(new_tokens)
             group.seal_full(new_tokens)
         for group in self.all:
-            group.reserve(new_tokens, keep_history=keep_history)
+            group.reserve(new_tokens, keep_history=keep_history, padding=padding)
 
     def make_room(
-        self, group: LayerGroup, batch: int, start: int, new_tokens: int, *, keep_history: bool
+        self,
+        group: LayerGroup,
+        batch: int,
+        start: int,
+        new_tokens: int,
+        *,
+        keep_history: bool,
+        padding: Sequence[int] = (),
     ) -> None:
         """Raise unless a group can take the new tokens, growing it where its rows have become more."""
         if isinstance(group, StaticGroup):
             if start + new_tokens > group.capacity_tokens:
                 raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
             return
-        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history)
+        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history, padding=padding)
         if self.provide(group, needed):
             return
         pool = group.manager.pool

@@ -103,9 +103,16 @@ class HostParts:
         else:
             self._state.take_back_outside()
 
+    def can(self, layer_idx: int, method: str) -> bool:
+        """Whether a layer has a part with a method; where it has none, the host's own refusal is right."""
+        return hasattr(self._parts.get(layer_idx), method)
+
     def check_begun(self, layer_idx: int, state_idx: int) -> None:
         """Raise CacheMismatchError if a convolution begins only now, and the cache holds a history."""
-        if self._end_before and not self._parts[layer_idx].has_previous_state[state_idx]:
+        part = self._parts.get(layer_idx)
+        if part is None or not compat.is_linear(part):
+            return  # which the host says in its own words
+        if self._end_before and not part.has_previous_state[state_idx]:
             raise CacheMismatchError(
                 f"layer {layer_idx} has no state yet, and the cache holds {self._end_before} tokens per row: "
                 "the forward that brought them was interrupted. Call `cache.reset()`, and start anew"
@@ -129,14 +136,13 @@ class HostParts:
             return True  # an error would have ended `generate` as well
         if self._state.is_next_in_any_layer():
             return False
+        parts = {index: part for index, part in self._parts.items() if index not in self._fixed}
         if self._state.tokens and self._state.step_end == self._end_before:
             # No paged layer was reached, which is as it should be if the cache was only asked for its length.
-            return not (self._state.has_outside_state or any(map(undo.changed, self._parts.values())))
+            return not (self._state.has_outside_state or any(map(undo.changed, parts.values())))
         lengths: set[int | None] = {self._state.step_end} if self._state.tokens else set()
         changes: dict[Hashable, set[frozenset[Any]]] = {}
-        for index, part in self._parts.items():
-            if index in self._fixed:
-                continue
+        for part in parts.values():
             lengths.add(_length(part))
             if hasattr(part, "indexer_keys"):
                 continue  # the first of them may hold positions for all
@@ -221,12 +227,13 @@ class HostContract(DynamicCache):
         Raises:
             CacheMismatchError: The model cannot take so many new tokens after a history.
         """
-        self._hosts.enter(("conv", layer_idx, state_idx))
-        self._spread_rows(conv_states.shape[0])
-        if self._state.chunk_fault is not None:
-            is_warm = self.has_previous_state(layer_idx, state_idx)
-            self._state.check_chunk(conv_states.shape[-1], is_warm=is_warm)
-        self._hosts.check_begun(layer_idx, state_idx)
+        if self._hosts.can(layer_idx, "update_conv_state"):
+            self._hosts.enter(("conv", layer_idx, state_idx))
+            self._spread_rows(conv_states.shape[0])
+            if self._state.chunk_fault is not None:
+                is_warm = self.has_previous_state(layer_idx, state_idx)
+                self._state.check_chunk(conv_states.shape[-1], is_warm=is_warm)
+            self._hosts.check_begun(layer_idx, state_idx)
         states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         return states
 
@@ -234,8 +241,9 @@ class HostContract(DynamicCache):
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Replace a recurrent state `[batch, ...]`; return it."""
-        self._hosts.enter(("recurrent", layer_idx, state_idx))
-        self._spread_rows(recurrent_states.shape[0])
+        if self._hosts.can(layer_idx, "update_recurrent_state"):
+            self._hosts.enter(("recurrent", layer_idx, state_idx))
+            self._spread_rows(recurrent_states.shape[0])
         states: torch.Tensor = super().update_recurrent_state(
             recurrent_states, layer_idx, state_idx, **kwargs
         )
@@ -243,8 +251,9 @@ class HostContract(DynamicCache):
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append indexer keys `[batch, tokens, index_head_dim]`; return all of them."""
-        self._hosts.enter(("indexer", layer_idx))
-        self._spread_rows(indexer_key_states.shape[0])
+        if self._hosts.can(layer_idx, "update_indexer"):
+            self._hosts.enter(("indexer", layer_idx))
+            self._spread_rows(indexer_key_states.shape[0])
         keys: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
         return keys
 

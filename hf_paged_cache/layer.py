@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from . import compiled
+from . import calls, compiled
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .lazy import dense
 from .masks import PagedLength, StaticLength
+from .ownership import check_owner
 from .state import CacheState
 from .static import StaticGroup
 from .view import PagedView, StoredKV
@@ -86,7 +88,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         self._check(key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         joins = state.is_open and state.is_next_in_step(self.layer_idx)
-        if not joins or start + new_tokens != state.step_end:
+        is_first = not joins or start + new_tokens != state.step_end
+        if is_first:
             state.begin_step(self.layer_idx, key_states, value_states)
             start = state.step_start
         blocks = state.blocks.get(self.layer_idx)
@@ -111,6 +114,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             key_states,
             value_states,
         )
+        if is_first:
+            # Attention of this package looks too, but a model may have attention code of its own.
+            module = calls.updating_module(self.layer_idx)
+            if module is not None:
+                check_owner(module, stored)
         return stored.views()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -134,7 +142,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
         length = tokens - first + query_length
-        return length if torch.compiler.is_compiling() else PagedLength(length), first
+        if torch.compiler.is_compiling():
+            return length, first
+        announced = PagedLength(length)
+        announced.note = partial(state.note_mask, tokens, query_length)
+        return announced, first
 
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
@@ -157,7 +169,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
-        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none."""
+        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
+
+        Zeros stand for what is not stored: tokens outside a window, blocks of left padding.
+        """
         views = self._stored_views()
         return views[0] if views else None
 

@@ -26,7 +26,13 @@ class PagedLength(int):
 
     Masks are made before K and V are, and the host does not say for which cache. Masks for any other cache
     are left to the host.
+
+    Attributes:
+        note: Tells the cache of the padding that the mask of this forward hides, or of None, which is all
+            that the mask function knows; None in a step that is being compiled.
     """
+
+    note: Callable[[torch.Tensor | None], None] | None = None
 
 
 class StaticLength(PagedLength):
@@ -104,6 +110,7 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
         _check_length(kwargs)
         shape = _causal_shape(kwargs)
         if shape is None:
+            _note(length, kwargs.get("attention_mask"))
             padding = kwargs.get("attention_mask")
             if padding is not None and kwargs["q_length"] == 1 and not padding.is_cpu:
                 # To find out whether it can leave the mask out, the host function would wait for the device.
@@ -112,6 +119,7 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
         batch, q_tokens, kv_tokens, padding = shape
         if padding is not None and (padding.is_cpu or q_tokens == kv_tokens) and bool(padding.all()):
             padding = None  # on a GPU the question would make the host wait, so only a prompt asks it
+        _note(length, padding)
         if implementation == "sdpa" and padding is None and (q_tokens == 1 or q_tokens == kv_tokens):
             return None  # what the host returns here
         dtype = torch.bool if implementation == "sdpa" else kwargs.get("dtype", torch.float32)
@@ -121,6 +129,11 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
         )
 
     return paged_mask
+
+
+def _note(length: PagedLength, padding: torch.Tensor | None) -> None:
+    if length.note is not None and (padding is None or padding.dim() == 2):
+        length.note(padding)
 
 
 def _check_length(kwargs: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ comes back bit for bit. Rows that share a block share it still.
 version, settings        what must agree with the cache that loads it
 batch, tokens            rows, and tokens per row
 input_ids                [rows, known tokens]
+padding                  what is remembered of rows that begin with padding
 groups                   one per window: tables, the ids of dense blocks, and per layer its blocks
 hosts                    attributes of the layers (and parts) of the host's own classes
 ```
@@ -24,6 +25,7 @@ from .errors import PagedCacheError, PoolExhausted
 from .formats import KVFormat, with_keys_in_int8
 from .group import LayerGroup
 from .groups import LayerGroups
+from .padding import Padding
 from .state import CacheState
 
 VERSION = 1
@@ -40,6 +42,7 @@ def take(state: CacheState, hosts: Sequence[Any]) -> dict[str, Any]:
         "length": state.step_end,
         "record_past": state.record_past,
         "input_ids": state.history.ids,
+        "padding": state.padding.state_dict(),
         "groups": [_take_group(group) for group in state.groups] if state.batch else [],
         "hosts": [_plain(vars(host)) for host in hosts],
     }
@@ -72,7 +75,8 @@ def check(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -> 
             f"state_dict does not fit this cache: {name} is {theirs} there and {mine} here. Load it into a "
             "PagedCache made for the same model with the same settings"
         )
-    needed = {"batch", "tokens", "length", "record_past", "input_ids", "groups", "layer_dtypes"}
+    rows = {"batch", "tokens", "length", "record_past", "input_ids", "padding"}
+    needed = rows | {"groups", "layer_dtypes", "hosts"}
     if missing := needed - set(saved):
         raise PagedCacheError(f"state_dict lacks {', '.join(sorted(missing))}: it was cut or changed")
 
@@ -89,7 +93,8 @@ def restore(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -
         for group in state.groups:
             part = next(part for part in saved["groups"] if part["window"] == group.window)
             _restore_group(state.layer_groups, group, part, saved)
-    state.restore(saved["batch"], saved["tokens"], saved["length"])
+    padding = Padding.from_state_dict(saved["padding"])
+    state.restore(saved["batch"], saved["tokens"], saved["length"], padding)
     if saved["input_ids"].shape[1]:
         state.history.commit(saved["input_ids"], saved["input_ids"].shape[1])
 
@@ -130,7 +135,7 @@ def _restore_group(
             group.formats[layer_idx] = with_keys_in_int8(form)
         keys, values = (_like(tensors[side], saved["batch"], 1) for side in ("keys", "values"))
         groups.claim(layer_idx, keys, values)
-    ids = group.manager.adopt(part["tables"], saved["length"])
+    ids = group.manager.adopt(part["tables"], saved["length"], part["padding"])
     if ids is None:
         raise PoolExhausted(
             f"state_dict holds {max(map(len, part['tables']))} blocks per row, and the pool has "
@@ -181,6 +186,7 @@ def _take_group(group: LayerGroup) -> dict[str, Any]:
     return {
         "window": group.window,
         "tables": [[new_ids[block_id] for block_id in table.ids] for table in group.manager.tables],
+        "padding": [table.num_padding for table in group.manager.tables],
         "dense_ids": [new_ids[block_id] for block_id in slots],
         "dense_columns": [] if dense is None else list(dense.columns),
         "unguarded": [index for index in group.claimed if group.is_unguarded(index)],

@@ -34,8 +34,11 @@ from .group import LayerGroup
 from .groups import LayerGroups
 from .history import TokenHistory
 from .kernels.problem import LayerBlocks
+from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .spec import LayerSpec
+from .twins import Twins
 from .undo import Undo
+from .usage import Usage
 
 _NO_NEW_TOKENS = (
     "layer {layer}: no new tokens. The cache already holds {held} tokens per row, and the prompt has no more "
@@ -63,6 +66,7 @@ class CacheState:
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
+        padding: What is remembered of rows that begin with padding.
     """
 
     def __init__(
@@ -84,14 +88,16 @@ class CacheState:
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.has_open_step = False
+        self.padding = NO_PADDING
+        self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
         self._is_open = False  # a step is in progress
         self._missing = 0  # layers that have yet to join it
-        self._is_twin: list[bool] = []  # row i + 1 of a prompt is so far the same as row i
+        self._twins = Twins()
         self._rows_before: int | None = None  # rows before the step spread them over more
         self._forward: Place | None = None  # that opened it, if known
-        self._user: Place | None = None  # the call of the host that has used the cache last
+        self._usage = Usage()
         self._is_read_only = False
 
     @property
@@ -131,7 +137,8 @@ class CacheState:
         """Reserve room for the new tokens in every group, all or nothing.
 
         Raises:
-            CacheMismatchError: The layers do not advance together, or another thread uses the cache.
+            CacheMismatchError: The layers do not advance together, another thread uses the cache, or the mask
+                or the positions of rows that begin with padding do not go on as they began.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
             QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
             UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
@@ -157,11 +164,12 @@ class CacheState:
                 "without changing this cache"
             )
         with self._groups.store.lock:
-            self._reserve(start, key_states, value_states, keep_history=self.record_past or is_read_only)
+            keep_history = self.record_past or is_read_only
+            self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
         self._missing, self._is_read_only = len(self.tokens), is_read_only
-        self._is_twin = [True] * (self.batch - 1) if not start and not self.is_static else []
+        self._twins.begin(self.batch if not start and not self.is_static else 0)
         self._forward, self._is_open = None if call is None else call.forward, True
         ids = None if call is None else call.input_ids
         self.history.feed(start, self.step_end, self.batch, ids)
@@ -173,23 +181,12 @@ class CacheState:
             CacheMismatchError: Another thread is using it.
         """
         with self._groups.store.lock:
-            self.check_thread()
-            if call is not None:
-                self._user = call.root
+            self._usage.take(call, is_open=self._is_open)
         self.settle()
 
     def check_thread(self) -> None:
         """Raise CacheMismatchError if another thread is using the cache."""
-        user = self._user
-        if user is None or user.is_here or not user.is_running():
-            return
-        if user.frame is None and not self._is_open:
-            return  # nobody knows, but no step is in progress
-        raise CacheMismatchError(
-            "a forward or `generate` in another thread is using this cache, and one cache serves one thread "
-            "at a time. Give every thread its own: `cache.fork()` shares what is cached so far, "
-            "`PagedCache(model)` starts empty"
-        )
+        self._usage.check(is_open=self._is_open)
 
     def settle(self) -> None:
         """Take back the step of a forward that has ended, if layers are missing or it was only to read."""
@@ -201,6 +198,21 @@ class CacheState:
         if self._is_read_only or self._behind(self.step_end):
             self.abort_step()
         self._close_step()
+
+    def note_mask(self, start: int, new_tokens: int, mask: torch.Tensor | None) -> None:
+        """Hear of the mask of a forward before any layer runs.
+
+        Args:
+            start: Tokens per row before it.
+            new_tokens: That it brings.
+            mask: `[batch, tokens]`, nonzero where a token is real; None if all are.
+
+        Raises:
+            CacheMismatchError: It shows padding that is not stored.
+        """
+        self._noted = NotedMask(start, new_tokens, mask)
+        if start and self.padding.tokens:
+            self.padding.check_mask(self._noted, calls.current())
 
     def check_static_room(self, tokens: int) -> None:
         """Raise PoolExhausted if static rows cannot have so many tokens."""
@@ -268,22 +280,15 @@ class CacheState:
         return self._is_open
 
     def compare_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Look which rows of a prompt are the same in this layer too, as those of beams are."""
-        if not any(self._is_twin):
-            return
-        for states in (key_states[:, :, -1:], key_states, value_states):
-            if any(self._is_twin):
-                same = (states[1:] == states[:-1]).flatten(1).all(dim=1).tolist()
-                self._is_twin = [a and b for a, b in zip(self._is_twin, same, strict=True)]
+        """Look which rows of a prompt are the same in this layer too."""
+        self._twins.compare(key_states, value_states)
 
     def _share_twins(self) -> None:
         """Store rows of a prompt once that are the same in every layer."""
-        if any(self._is_twin):
-            rows = [0]
-            for row, is_twin in enumerate(self._is_twin, start=1):
-                rows.append(rows[-1] if is_twin else row)
-            self.reorder(rows)
-        self._is_twin = []
+        sources = self._twins.sources(self.padding.tokens or (0,) * self.batch)
+        if sources is not None:
+            self.reorder(sources)
+        self._twins.begin(0)
 
     def is_next_in_step(self, layer_idx: int) -> bool:
         """Whether a step is in progress that this layer has yet to join."""
@@ -342,6 +347,7 @@ class CacheState:
         self._groups.reorder(rows)
         self.history.reorder(rows)
         self.batch = len(rows)
+        self.padding = self.padding.reorder(rows)
 
     @staticmethod
     def checked_rows(row_indices: Sequence[int], batch: int) -> list[int]:
@@ -375,6 +381,7 @@ class CacheState:
         self.batch = self.step_start = self.step_end = 0
         self.is_lost = False
         self._last_written = None
+        self.padding, self._noted = NO_PADDING, None
         self._rows_before = None
         self._close_step()
 
@@ -389,11 +396,12 @@ class CacheState:
 
     def forget_user(self) -> None:
         """Belong to no thread and no forward, as a copy does."""
-        self._forward = self._user = None
+        self._forward = self._noted = None
+        self._usage, self._twins = Usage(), Twins()
 
-    def restore(self, batch: int, tokens: dict[int, int], length: int) -> None:
+    def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:
         """Take over the lengths of contents that were put into the groups."""
-        self.batch, self.tokens = batch, dict(tokens)
+        self.batch, self.tokens, self.padding = batch, dict(tokens), padding
         self.step_start = self.step_end = length
 
     @property
@@ -459,18 +467,30 @@ class CacheState:
             )
 
     def _reserve(
-        self, start: int, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool
-    ) -> None:
+        self,
+        start: int,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        call: ModelCall | None,
+        *,
+        keep_history: bool,
+    ) -> Padding:
+        """Make room in all groups. Returns what is to be remembered of padding."""
         try:
+            padding = self._padding_after(start, key_states, call)
+            more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
             if not self.batch:
                 self._open_rows(key_states, value_states, keep_history=keep_history)
-            self._groups.reserve(self.batch, start, key_states.shape[2], keep_history=keep_history)
-        except (PoolExhausted, QuantisationError, UnstorableValueError):
+            self._groups.reserve(
+                self.batch, start, key_states.shape[2], keep_history=keep_history, padding=more
+            )
+        except (CacheMismatchError, PoolExhausted, QuantisationError, UnstorableValueError):
             self.take_back_outside()
             if not start:
                 self.reset()
             raise
         self._groups.set_writing(True)
+        return padding
 
     def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
         with self._groups.store.lock:
@@ -478,6 +498,15 @@ class CacheState:
                 key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
             )
         self.batch = key_states.shape[0]
+
+    def _padding_after(self, start: int, key_states: torch.Tensor, call: ModelCall | None) -> Padding:
+        """What is to be remembered of padding when the new tokens are stored."""
+        noted, self._noted = self._noted, None
+        if call is None or self._is_cross or (start and not self.padding.tokens):
+            return self.padding
+        forward = Forward.of(noted, start, key_states, call)
+        leaves_out = not self.would_be_static(key_states.device)
+        return self.padding.after(forward, self.config.block_size, leaves_out=leaves_out)
 
     def _close_step(self) -> None:
         """Nothing more is written by the step; its tokens are there, or were taken back."""
@@ -497,3 +526,4 @@ class CacheState:
         self.step_start = self.step_end = num_tokens
         self.has_open_step = False
         self._last_written = None
+        self.padding, self._noted = self.padding.crop(num_tokens), None

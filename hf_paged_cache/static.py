@@ -115,8 +115,8 @@ class StaticGroup(LayerGroup):
         self.set_length(0)
         self._rebuild()
 
-    def reserve(self, new_tokens: int, *, keep_history: bool) -> None:
-        """Count new tokens; their blocks are there."""
+    def reserve(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+        """Count new tokens; their blocks are there, those of padding too."""
         self.set_length(self.num_tokens + new_tokens)
 
     def check_crop(self, num_tokens: int) -> None:

@@ -180,7 +180,7 @@ class CacheTools:
                 f"drop({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
                 "everything from there on; feed what comes after again"
             )
-        ids = state.history.ids
+        ids, padding = state.history.ids, state.padding
         behind = [
             (index, *(side[:, :, end:].clone() for side in (layer.keys, layer.values)))
             for index, layer in enumerate(self.layers)
@@ -189,6 +189,7 @@ class CacheTools:
         self._crop_to(start)
         for index, keys, values in behind:
             self.layers[index].update(keys, values)
+        state.padding = padding.drop(start, end) if behind else state.padding
         if ids.shape[1] == length:
             state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
 

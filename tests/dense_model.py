@@ -109,7 +109,9 @@ class DenseModel:
         end = start + keys.shape[3]
         last = (end - 1) // size
         if layout.residual_blocks:
-            for column in range(max(layout.sink_blocks, -(-start // size)), last - layout.residual_blocks + 1):
+            for column in range(
+                max(layout.sink_blocks, -(-start // size)), last - layout.residual_blocks + 1
+            ):
                 self.sealed.add(column)
                 self._encode(column * size, (column + 1) * size)
         elif max(start, layout.sink_blocks * size) < end:
@@ -238,4 +240,3 @@ class DenseModel:
         if all(kept):
             return None
         return torch.tensor(kept).repeat_interleave(self.layout.block_size)[: self.tokens]
-

@@ -312,7 +312,7 @@ def test_repeated_rows_have_room_for_the_models_length_each() -> None:
     for layer in range(3):
         cache.update(marked, marked, layer)
     cache.check_integrity()
-    assert torch.equal(cache.layers[2].keys[:, :, :200], kv(batch=4, tokens=200))
+    assert torch.equal(cache.layers[2].keys[:, :, :200], kv(batch=1, tokens=200).repeat(4, 1, 1, 1))
     assert torch.equal(cache.layers[2].values[:, :, 200:], marked)
 
 

@@ -105,3 +105,69 @@ def test_rows_repeated_scored_and_selected_go_on_as_with_the_stock_cache(name: s
     assert _contrastive(model, cache, ids, new=6, candidates=3) == want
     assert cache.stats().batch == 2
     cache.check_integrity()
+
+
+WIDER = ({"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}, {"num_return_sequences": 3})
+
+
+@pytest.mark.parametrize("more", [0, 1, 5])
+@pytest.mark.parametrize("options", WIDER, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prefix_of_one_row_serves_as_many_rows_as_generate_asks_for(
+    name: str, options: dict[str, Any], more: int
+) -> None:
+    """Case 27. Filled at batch 1; every row shares the prefix."""
+    model, cache, ids = shared_model(name), paged(name), prompt(1, 2 * BLOCK + 1 + more)
+    if "num_beams" not in options:
+        options = {**options, "do_sample": True, "top_k": 0}
+    torch.manual_seed(3)
+    want = reference(model, ids, new=6, **options)
+    PagedCache(model)
+    fill(model, cache, ids[:, : 2 * BLOCK + 1])
+    torch.manual_seed(3)
+    got = generate(model, ids, cache, new=6, **options)
+    assert got.tolist() == want.tolist()
+    assert cache.batch_size == 3
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+def test_the_prefix_of_one_row_is_stored_once_for_all(form: str) -> None:
+    """Case 27. Blocks counted."""
+    model, cache, ids = shared_model("llama"), paged(kv_cache_dtype=form), prompt(1, 6 * BLOCK + 3)
+    fill(model, cache, ids[:, : 6 * BLOCK])
+    assert cache.stats().used_blocks == 6
+    generate(model, ids, cache, new=4, num_beams=3)
+    assert cache.stats().used_blocks <= 6 + 3 * 2
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+def test_beams_hold_the_blocks_of_the_prompt_and_their_own_new_ones(form: str, warm: bool) -> None:
+    """Case 28. 8 beams on a prompt of 16 blocks."""
+    model, ids = shared_model("llama"), prompt(1, 13 * BLOCK)
+    cache = PagedCache(model, block_size=BLOCK, kv_cache_dtype=form)
+    if warm:
+        fill(model, cache, ids[:, :-1])
+    new_blocks = 2
+    generate(model, ids, cache, new=new_blocks * BLOCK, num_beams=8)
+    assert cache.stats().used_blocks <= 13 + 8 * (new_blocks + 1)
+    cache.check_integrity()
+
+
+def test_a_write_to_one_beam_leaves_the_others_as_they_are() -> None:
+    """Case 28. Blocks that are shared are copied before they are written."""
+    model, cache = shared_model("llama"), paged()
+    fill(model, cache, prompt(1, BLOCK + 3))
+    cache.batch_repeat_interleave(4)
+    before = cache.layers[0].keys.clone()
+    new = prompt(4, 1, seed=2)
+    fill(model, cache, new)
+    assert torch.equal(cache.layers[0].keys[:, :, :-1], before)
+    singles = []
+    for row in range(4):
+        single = paged()
+        fill(model, single, prompt(1, BLOCK + 3))
+        fill(model, single, new[row : row + 1])
+        singles.append(single.layers[0].keys.clone())
+    assert torch.allclose(cache.layers[0].keys + 0, torch.cat(singles), atol=1e-5)

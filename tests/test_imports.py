@@ -13,13 +13,13 @@ PACKAGE = Path(hf_paged_cache.__file__).parent
 
 # Lower layers first: a module may import from its own line and from lines above it.
 LAYERS = [
-    ["errors"],
+    ["errors", "host_version"],
     ["formats"],
     ["config", "spec", "stats"],
     ["blocks"],
     ["precision", "kernels"],
-    ["memory", "lazy", "guard", "faults", "calls", "history", "deprecated", "undo"],
-    ["kv_pool"],
+    ["memory", "lazy", "guard", "faults", "calls", "history", "deprecated", "undo", "twins"],
+    ["kv_pool", "padding", "usage"],
     ["tables", "store"],
     ["group", "capacity"],
     ["static"],

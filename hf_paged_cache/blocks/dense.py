@@ -31,8 +31,9 @@ class Moves(NamedTuple):
 class DenseBlocks:
     """The dense blocks of one layer group: the first `sink_blocks` of every row, and its newest ones.
 
-    All rows are equally long, so it is the same columns in all tables; which slot a block has goes by its id,
-    so that rows that share a block share its slot. A block that was being filled is sealed by the first
+    All rows are equally long, so it is the same columns in all tables (of a row that begins with padding, the
+    sinks are where they are in the others, and may not be stored); which slot a block has goes by its id, so
+    that rows that share a block share its slot. A block that was being filled is sealed by the first
     reservation after it is full, not before: what a rejected draft wrote never becomes bytes.
 
     ```
@@ -99,12 +100,12 @@ class DenseBlocks:
         copied: list[tuple[int, int]] = []
         unsealed: list[tuple[int, int]] = []
         changed: list[int] = []
-        for _, block_id in reservation.copies:
+        for block_id in (*(target for _, target in reservation.copies), *reservation.blanks):
             self._drop(block_id)  # of an earlier life of that block
         if reservation.start % size and self._writes_densely(reservation.start // size):
             column = reservation.start // size
             sources = {new: old for old, new in reservation.copies}
-            for block_id in {table.ids[column]: None for table in tables}:
+            for block_id in {table.ids[column]: None for table in tables if table.ids[column] != NULL_BLOCK}:
                 source = sources.get(block_id, block_id)
                 if source in self._slots and source != block_id:
                     copied.append((self._slots[source], self._slot_for(manager, block_id)))
@@ -123,7 +124,7 @@ class DenseBlocks:
                     self._drop(block_id)
             if is_dense and ids:
                 self.columns.append(column)
-        self.columns = sorted(c for c in self.columns if tables[0].ids[c] != NULL_BLOCK)
+        self.columns = sorted(c for c in self.columns if any(table.ids[c] != NULL_BLOCK for table in tables))
         return Moves(copied, unsealed, changed)
 
     def crop(self, num_blocks: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
@@ -24,6 +24,8 @@ class Reservation:
         changed_from: First logical block whose entry changed in some row's table, the new ones included; the
             number of logical blocks where none changed.
         needed_blocks: Blocks taken from the pool less those given back to it; may be negative.
+        blanks: Block ids whose content must be zero before any new token is written: a row was cropped to the
+            middle of a block that was not stored, because its tokens were padding.
     """
 
     start: int
@@ -31,12 +33,14 @@ class Reservation:
     copies: list[tuple[int, int]]
     changed_from: int
     needed_blocks: int
+    blanks: list[int] = field(default_factory=list)
 
 
 class _Plan(NamedTuple):
-    """What a reservation will do, the same logical blocks in every row."""
+    """What a reservation will do; the same logical blocks in every row, but for padding."""
 
     dropped: list[int]  # logical blocks to release: they left the window
+    padded: list[int]  # of each row, leading logical blocks that hold nothing but padding: NULL in any case
     first_new: int  # logical blocks that get an entry: NULL up to first_stored, then a block each
     first_stored: int
     end_blocks: int
@@ -58,6 +62,9 @@ class BlockManager:
     after    [ 0    1  NULL   2    3]      0 and 1 are still needed by the first new query (token 6)
     then     reserve(1) releases both and takes 0 again: [NULL NULL NULL 2 3 0]
     ```
+
+    Rows of a batch may begin with padding. Blocks that hold nothing else are not stored either, so rows
+    differ at their beginnings; from the first block on that both store, two rows agree in which are NULL.
 
     The class is plain data and can be deep-copied.
 
@@ -90,6 +97,7 @@ class BlockManager:
         self.version = 0
         self._tables: list[BlockTable] = []
         self._num_sealed = 0  # leading logical blocks that need no look when full blocks are sealed
+        self._fullest = 0  # the row with the least padding: what it does not store left the window
 
     # --- questions ----------------------------------------------------------------------------------------
 
@@ -108,9 +116,18 @@ class BlockManager:
         """One table per row. To be read, not changed."""
         return self._tables
 
-    def blocks_needed(self, num_new_tokens: int, *, keep_history: bool = False) -> int:
+    def blocks_needed(
+        self, num_new_tokens: int, *, keep_history: bool = False, padding: Sequence[int] = ()
+    ) -> int:
         """Blocks that `reserve` would take from the pool less those it would give back; may be negative."""
-        return self._plan(num_new_tokens, keep_history).needed_blocks
+        return self._plan(num_new_tokens, keep_history, padding).needed_blocks
+
+    def has_gap(self, start: int) -> bool:
+        """Whether a token from `start` on is not stored though it is no padding (it left the window)."""
+        if not self._tables:
+            return False
+        table = self._tables[self._fullest]
+        return NULL_BLOCK in table.ids[max(start // self.block_size, table.num_padding) :]
 
     # --- life of the rows ---------------------------------------------------------------------------------
 
@@ -127,8 +144,11 @@ class BlockManager:
         if batch < 1:
             raise PagedCacheError(f"Expected batch ≥ 1, got {batch}.")
         self._tables = [BlockTable(self.block_size) for _ in range(batch)]
+        self._fullest = 0
 
-    def reserve(self, num_new_tokens: int, *, keep_history: bool = False) -> Reservation | None:
+    def reserve(
+        self, num_new_tokens: int, *, keep_history: bool = False, padding: Sequence[int] = ()
+    ) -> Reservation | None:
         """Make room for new tokens at the end of every row, in all rows or in none.
 
         Seals the blocks that are full, releases those that left the window, makes a partly filled last block
@@ -138,24 +158,31 @@ class BlockManager:
             num_new_tokens: Per row, at least 1.
             keep_history: Window layers only: release nothing and store every new token, so that the rows can
                 be cropped again (assisted decoding).
+            padding: For every row, how many of its tokens from the first on are padding, the new ones
+                included: blocks that hold nothing else are not stored. What earlier reservations have left
+                out stays out; empty if there is no more.
 
         Returns:
             What the caller has to copy and what changed; `None` when there are too few blocks, then nothing
             has changed.
 
         Raises:
-            PagedCacheError: There are no rows, or `num_new_tokens` is below 1.
+            PagedCacheError: There are no rows, `num_new_tokens` is below 1, or `padding` does not fit.
         """
-        plan = self._plan(num_new_tokens, keep_history)
+        plan = self._plan(num_new_tokens, keep_history, padding)
         if not self.pool.can_allocate(plan.needed_blocks):
             return None
         start = self.num_tokens
         self._seal_full_blocks()
+        changes = [*plan.dropped[:1], *self._release_padding(plan.padded), plan.first_new]
         self._release_dropped(plan.dropped)
-        copies = self._make_last_writable()
+        copies, blanks = self._make_last_writable(plan.padded)
+        if copies or blanks:
+            changes.append(start // self.block_size)
         self._append(num_new_tokens, plan)
-        changes = [*plan.dropped[:1], *([start // self.block_size] if copies else []), plan.first_new]
-        return Reservation(start, start + num_new_tokens, copies, min(changes), plan.needed_blocks)
+        if padding or blanks:
+            self._find_fullest()
+        return Reservation(start, start + num_new_tokens, copies, min(changes), plan.needed_blocks, blanks)
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first `num_tokens` tokens; does nothing if they are that long.
@@ -218,18 +245,26 @@ class BlockManager:
         self.pool.share(gained)  # first, so that no block is without an owner in between
         self.pool.release(lost)
         self._tables = new
+        self._find_fullest()
         self.version += 1
 
     def fork(self) -> BlockManager:
         """Another manager with the same rows, by sharing their blocks."""
         twin = BlockManager(self.pool.num_blocks, self.block_size, self.window, pool=self.pool)
         twin._tables = [table.fork() for table in self._tables]
-        twin._num_sealed = self._num_sealed
+        twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
         self.pool.share([block_id for table in twin._tables for block_id in table.stored_ids()])
         return twin
 
-    def adopt(self, tables: Sequence[Sequence[int]], num_tokens: int) -> dict[int, int] | None:
+    def adopt(
+        self, tables: Sequence[Sequence[int]], num_tokens: int, padding: Sequence[int]
+    ) -> dict[int, int] | None:
         """Begin with rows of so many tokens, whose tables name blocks by numbers of somebody else.
+
+        Args:
+            tables: The numbers of every row, or NULL_BLOCK.
+            num_tokens: Of every row.
+            padding: Of every row, how many leading blocks are NULL because their tokens were padding.
 
         Returns:
             Number -> id of the block that was taken for it, by rising numbers; `None` when there are too few,
@@ -241,9 +276,10 @@ class BlockManager:
             return None
         ids = dict(zip(numbers, taken, strict=True))
         self._tables = [
-            BlockTable(self.block_size, [ids.get(n, NULL_BLOCK) for n in table], num_tokens)
-            for table in tables
+            BlockTable(self.block_size, [ids.get(n, NULL_BLOCK) for n in table], num_tokens, 0, blocks)
+            for table, blocks in zip(tables, padding, strict=True)
         ]
+        self._find_fullest()
         held = Counter(block_id for table in self._tables for block_id in table.stored_ids())
         self.pool.share([block_id for block_id, rows in held.items() for _ in range(rows - 1)])
         self._num_sealed = 0
@@ -255,7 +291,7 @@ class BlockManager:
         twin = BlockManager(self.pool.num_blocks, self.block_size, self.window)
         twin.version = self.version
         twin._tables = [table.fork() for table in self._tables]
-        twin._num_sealed = self._num_sealed
+        twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
         twin.pool = self.pool.restricted_to(table.ids for table in self._tables)
         return twin
 
@@ -295,7 +331,7 @@ class BlockManager:
 
     # --- helpers ------------------------------------------------------------------------------------------
 
-    def _plan(self, num_new_tokens: int, keep_history: bool) -> _Plan:
+    def _plan(self, num_new_tokens: int, keep_history: bool, padding: Sequence[int]) -> _Plan:
         if not self._tables:
             raise PagedCacheError("There are no rows to reserve tokens for. Call start(batch) first.")
         if num_new_tokens < 1:
@@ -308,12 +344,29 @@ class BlockManager:
             dropped = self._outside_window()
             left_by_end = self._first_needed(self.num_tokens + num_new_tokens) // self.block_size
             first_stored = max(first_new, left_by_end)
-        taken = self.batch * (end_blocks - first_stored) + self._num_copies()
-        return _Plan(dropped, first_new, first_stored, end_blocks, taken - self._num_freed(dropped))
+        padded = self._padded_blocks(num_new_tokens, padding)
+        released = self._released(dropped, padded)
+        freed = sum(self.pool.ref_count(block_id) == rows for block_id, rows in released.items())
+        taken = sum(max(0, end_blocks - max(first_stored, blocks)) for blocks in padded)
+        taken += self._num_copies(padded, released)
+        return _Plan(dropped, padded, first_new, first_stored, end_blocks, taken - freed)
+
+    def _padded_blocks(self, num_new_tokens: int, padding: Sequence[int]) -> list[int]:
+        # A crop may have ended in the middle of a block that is not stored.
+        full = self.num_tokens // self.block_size
+        known = [min(table.num_padding, full) for table in self._tables]
+        if not padding:
+            return known
+        end = self.num_tokens + num_new_tokens
+        if len(padding) != self.batch or not all(0 <= tokens <= end for tokens in padding):
+            raise PagedCacheError(
+                f"Expected padding of {self.batch} rows, each 0…{end} tokens, got {list(padding)}."
+            )
+        return [max(blocks, tokens // self.block_size) for blocks, tokens in zip(known, padding, strict=True)]
 
     def _outside_window(self) -> list[int]:
         """Logical blocks that are stored and that no token from now on can attend."""
-        first = self._tables[0]
+        first = self._tables[self._fullest]
         left = self._first_needed(self.num_tokens) // self.block_size
         return [i for i in range(first.num_dropped, left) if first.ids[i] != NULL_BLOCK]
 
@@ -321,17 +374,28 @@ class BlockManager:
         """The first token that a query at position `num_tokens` or later can attend."""
         return 0 if self.window is None else max(0, num_tokens - (self.window - 1))
 
-    def _num_copies(self) -> int:
+    def _num_copies(self, padded: list[int], released: Counter[int]) -> int:
         """Blocks that making every row's partly filled last block writable will take."""
         if self.num_tokens % self.block_size == 0:
             return 0
-        holders = Counter(table.ids[-1] for table in self._tables)
+        tables = zip(self._tables, padded, strict=True)
+        holders = Counter(table.ids[-1] for table, blocks in tables if blocks < len(table.ids))
+        blanks = holders.pop(NULL_BLOCK, 0)
         # The last holder keeps the block, unless someone besides the rows holds it too.
-        return sum(rows - (self.pool.ref_count(block_id) == rows) for block_id, rows in holders.items())
+        return blanks + sum(
+            rows - (self.pool.ref_count(block_id) - released[block_id] == rows)
+            for block_id, rows in holders.items()
+        )
 
-    def _num_freed(self, dropped: list[int]) -> int:
-        holders = Counter(table.ids[i] for table in self._tables for i in dropped)
-        return sum(self.pool.ref_count(block_id) == rows for block_id, rows in holders.items())
+    def _released(self, dropped: list[int], padded: list[int]) -> Counter[int]:
+        """How many rows will release a block."""
+        released: Counter[int] = Counter()
+        for table, blocks in zip(self._tables, padded, strict=True):
+            released.update(table.ids[i] for i in dropped if table.ids[i] != NULL_BLOCK)
+            if blocks > table.num_padding:
+                gone = range(table.num_padding, min(blocks, len(table.ids)))
+                released.update(table.ids[i] for i in gone if table.ids[i] != NULL_BLOCK and i not in dropped)
+        return released
 
     def _seal_full_blocks(self) -> None:
         num_full = self.num_tokens // self.block_size
@@ -348,34 +412,66 @@ class BlockManager:
         self.pool.release([block_id for table in self._tables for block_id in table.drop_before(token)])
         self.version += 1
 
-    def _make_last_writable(self) -> list[tuple[int, int]]:
-        """Make every row's partly filled last block its own. Returns (source, destination) to be copied."""
+    def _release_padding(self, padded: list[int]) -> list[int]:
+        """Stop storing blocks that turned out to be padding. Returns the first of them in each row."""
+        first: list[int] = []
+        dropped: list[int] = []
+        for table, blocks in zip(self._tables, padded, strict=True):
+            if blocks > table.num_padding:
+                gone = range(table.num_padding, min(blocks, len(table.ids)))
+                first += [i for i in gone if table.ids[i] != NULL_BLOCK][:1]
+                dropped += table.drop_padding(blocks)
+        if dropped:
+            self.pool.release(dropped)
+            self.version += 1
+        return first
+
+    def _make_last_writable(self, padded: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
+        """Make every row's partly filled last block its own, where it is not padding.
+
+        Returns:
+            (source, destination) to be copied, and blocks to be zeroed, whose rows had stored none.
+        """
         if self.num_tokens % self.block_size == 0:
-            return []
-        copies = []
-        for table in self._tables:
+            return [], []
+        copies: list[tuple[int, int]] = []
+        blanks: list[int] = []
+        for table, blocks in zip(self._tables, padded, strict=True):
             source = table.ids[-1]
+            if blocks >= len(table.ids):
+                continue
+            if source == NULL_BLOCK:
+                blanks += self.pool.allocate(1) or []
+                table.store_last(blanks[-1])
+                continue
             destination = self.pool.make_writable(source)
             if destination is None:
                 raise AssertionError(f"Enough blocks were counted, but none is left to copy {source} to.")
             if destination != source:
                 table.ids[-1] = destination
                 copies.append((source, destination))
-        return copies
+        return copies, blanks
 
     def _append(self, num_new_tokens: int, plan: _Plan) -> None:
-        nulls = [NULL_BLOCK] * (plan.first_stored - plan.first_new)
-        per_row = plan.end_blocks - plan.first_stored
-        block_ids = self.pool.allocate(self.batch * per_row)
+        firsts = [min(max(plan.first_stored, blocks), plan.end_blocks) for blocks in plan.padded]
+        wanted = sum(plan.end_blocks - first for first in firsts)
+        block_ids = self.pool.allocate(wanted)
         if block_ids is None:
-            raise AssertionError(f"No {per_row} blocks were left for each row, though enough were counted.")
-        for row, table in enumerate(self._tables):
-            table.append(num_new_tokens, nulls + block_ids[row * per_row : (row + 1) * per_row])
+            raise AssertionError(f"No {wanted} blocks were left, though enough were counted.")
+        used = 0
+        for table, first in zip(self._tables, firsts, strict=True):
+            per_row = plan.end_blocks - first
+            nulls = [NULL_BLOCK] * (first - plan.first_new)
+            table.append(num_new_tokens, nulls + block_ids[used : used + per_row])
+            used += per_row
+
+    def _find_fullest(self) -> None:
+        self._fullest = min(range(self.batch), key=lambda row: self._tables[row].num_padding, default=0)
 
     def _require_history(self, num_tokens: int) -> None:
         first_needed = self._first_needed(num_tokens)
-        end = -(-num_tokens // self.block_size)
-        if NULL_BLOCK in self._tables[0].ids[first_needed // self.block_size : end]:
+        table, end = self._tables[self._fullest], -(-num_tokens // self.block_size)
+        if NULL_BLOCK in table.ids[max(first_needed // self.block_size, table.num_padding) : end]:
             raise PagedCacheError(
                 f"Cannot crop to {num_tokens} tokens: history was released. The window of {self.window}"
                 f" tokens needs {first_needed}…{num_tokens - 1}, and not all of them are stored any more."
@@ -383,9 +479,13 @@ class BlockManager:
             )
 
     def _check_entry(self, row: int, i: int, block_id: int) -> None:
-        if (block_id == NULL_BLOCK) != (self._tables[0].ids[i] == NULL_BLOCK):
-            raise AssertionError(f"Logical block {i} is stored in only one of the rows 0 and {row}.")
-        if block_id == NULL_BLOCK and self.window is None:
+        table, fullest = self._tables[row], self._tables[self._fullest]
+        is_padding = i < table.num_padding
+        if (block_id == NULL_BLOCK) != (is_padding or fullest.ids[i] == NULL_BLOCK):
+            raise AssertionError(
+                f"Logical block {i} is stored in only one of the rows {self._fullest} and {row}."
+            )
+        if block_id == NULL_BLOCK and self.window is None and not is_padding:
             raise AssertionError(f"Logical block {i} of row {row} is not stored, but there is no window.")
         if block_id != NULL_BLOCK and i < self._num_sealed and self.pool.state(block_id) is BlockState.OPEN:
             raise AssertionError(f"Block {block_id} (row {row}, logical block {i}) is full but still open.")
@@ -401,5 +501,5 @@ def _count_changes(
         return
     for old_id, new_id in zip(before.ids, after.ids, strict=True):
         if old_id != new_id:
-            gained.append(new_id)
-            lost.append(old_id)
+            gained += [new_id] if new_id != NULL_BLOCK else []
+            lost += [old_id] if old_id != NULL_BLOCK else []

@@ -31,6 +31,8 @@ class BlockTable:
     num_tokens: int = 0
     num_dropped: int = 0
     """Leading blocks known to be NULL: `drop_before` need not look at them again."""
+    num_padding: int = 0
+    """Leading blocks that are NULL because their tokens were padding."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -72,7 +74,26 @@ class BlockTable:
         del self.ids[num_blocks:]
         self.num_tokens = num_tokens
         self.num_dropped = min(self.num_dropped, num_blocks)
+        self.num_padding = min(self.num_padding, num_blocks)
         return dropped
+
+    def drop_padding(self, num_blocks: int) -> list[int]:
+        """Do not store the first `num_blocks` blocks, started or not; those that `append` adds must be NULL.
+
+        Returns:
+            The ids that were dropped, in order.
+        """
+        started = min(num_blocks, len(self.ids))
+        dropped = [block_id for block_id in self.ids[self.num_padding : started] if block_id != NULL_BLOCK]
+        self.ids[self.num_padding : started] = [NULL_BLOCK] * (started - self.num_padding)
+        self.num_padding = num_blocks
+        return dropped
+
+    def store_last(self, block_id: int) -> None:
+        """Give the last block, which was not stored, an id."""
+        self.ids[-1] = block_id
+        before = len(self.ids) - 1
+        self.num_dropped, self.num_padding = min(self.num_dropped, before), min(self.num_padding, before)
 
     def drop_before(self, token: int) -> list[int]:
         """Stop storing the blocks that lie wholly before a token; their entries become NULL_BLOCK.
@@ -94,7 +115,9 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A second sequence with the same blocks so far. The caller shares `stored_ids()` in the pool."""
-        return BlockTable(self.block_size, self.ids.copy(), self.num_tokens, self.num_dropped)
+        return BlockTable(
+            self.block_size, self.ids.copy(), self.num_tokens, self.num_dropped, self.num_padding
+        )
 
     def stored_ids(self) -> list[int]:
         """The ids without NULL ones, in order."""

@@ -18,6 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hf_paged_cache.blocks import NULL_BLOCK, BlockManager
 from hf_paged_cache.errors import PagedCacheError
 
+BLANK = -3  # what a slot holds that was zeroed
+
 started = precondition(lambda self: self.rows)
 
 
@@ -32,6 +34,8 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         self.manager = BlockManager(num_blocks, block_size, window)
         self.manager.start(batch)
         self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.padding = [0] * batch
+        self.lost = [0] * batch  # of the padding, what is certainly not stored
         self.memory: dict[tuple[int, int], int] = {}
         self.held: list[tuple[list[int], dict[tuple[int, int], int]]] = []  # ids and their content
         self.tokens = itertools.count()
@@ -43,11 +47,19 @@ class ManagerAgainstLists(RuleBasedStateMachine):
     def available(self) -> int:
         return self.manager.pool.num_free + self.manager.pool.num_pending
 
-    def reserve_checked(self, count, keep_history):
+    def more_padding(self, data, count):
+        """Rows that are nothing but padding so far may go on with it."""
+        if not data.draw(st.booleans()):
+            return ()
+        length = len(self.rows[0])
+        more = [data.draw(st.integers(0, count)) if p == length else 0 for p in self.padding]
+        return tuple(p + m for p, m in zip(self.padding, more, strict=True))
+
+    def reserve_checked(self, count, keep_history, padding=()):
         """Reserve, checking all that a reservation promises, and make its copies."""
         manager, before, available = self.manager, copy.deepcopy(self.manager), self.available()
-        needed = manager.blocks_needed(count, keep_history=keep_history)
-        reservation = manager.reserve(count, keep_history=keep_history)
+        needed = manager.blocks_needed(count, keep_history=keep_history, padding=padding)
+        reservation = manager.reserve(count, keep_history=keep_history, padding=padding)
         assert (reservation is None) == (needed > available)
         if reservation is None:
             assert (manager.tables, manager.version) == (before.tables, before.version)
@@ -66,13 +78,25 @@ class ManagerAgainstLists(RuleBasedStateMachine):
             NULL_BLOCK in new.ids[i : i + 1] for o, new in pairs for i, b in enumerate(o.ids) if b >= 0
         )
         assert (manager.version > before.version) == lost
-        for table in manager.tables:  # the first new query still sees its window
-            history = table.slots(self.first_needed(), reservation.start)
+        if padding:
+            self.padding = list(padding)
+            size = manager.block_size
+            self.lost = [max(n, p // size * size) for n, p in zip(self.lost, padding, strict=True)]
+        for table, lost in zip(manager.tables, self.lost, strict=True):
+            # The first new query still sees its window.
+            history = table.slots(max(self.first_needed(), lost), max(reservation.start, lost))
             assert NULL_BLOCK not in [block_id for block_id, _ in history]
+        assert not any(
+            table.ids[i] != NULL_BLOCK
+            for table, p in zip(manager.tables, padding, strict=bool(padding))
+            for i in range(p // manager.block_size)
+        )
         return reservation
 
-    def make_copies(self, copies):
-        for source, destination in copies:
+    def prepare(self, reservation):
+        for block_id in reservation.blanks:
+            self.memory |= {(block_id, slot): BLANK for slot in range(self.manager.block_size)}
+        for source, destination in reservation.copies:
             for slot in range(self.manager.block_size):
                 self.memory[destination, slot] = self.memory.get((source, slot), -1)
 
@@ -81,37 +105,44 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         self.memory.update({slot: value for slot, value in zip(slots, values, strict=True) if slot[0] >= 0})
 
     @started
-    @rule(count=st.integers(1, 14), keep_history=st.booleans())
-    def reserve(self, count, keep_history):
-        reservation = self.reserve_checked(count, keep_history)
+    @rule(data=st.data(), count=st.integers(1, 14), keep_history=st.booleans())
+    def reserve(self, data, count, keep_history):
+        reservation = self.reserve_checked(count, keep_history, self.more_padding(data, count))
         if reservation is not None:
-            self.make_copies(reservation.copies)
+            self.prepare(reservation)
             for row, tokens in enumerate(self.rows):
                 values = [next(self.tokens) for _ in range(count)]
                 self.write(row, reservation.start, values)
                 tokens.extend(values)
 
     @started
-    @rule(count=st.integers(1, 9), keep_history=st.booleans(), used=st.booleans())
-    def reserve_and_take_back(self, count, keep_history, used):
-        reservation = self.reserve_checked(count, keep_history)
+    @rule(data=st.data(), count=st.integers(1, 9), keep_history=st.booleans(), used=st.booleans())
+    def reserve_and_take_back(self, data, count, keep_history, used):
+        reservation = self.reserve_checked(count, keep_history, self.more_padding(data, count))
         if reservation is not None:
-            self.make_copies(reservation.copies)
+            self.prepare(reservation)
             if used:
                 for row in range(len(self.rows)):
                     self.write(row, reservation.start, [-2] * count)
             self.manager.crop(reservation.start)
+            self.cut_padding(reservation.start)
+
+    def cut_padding(self, length):
+        self.padding, self.lost = ([min(n, length) for n in part] for part in (self.padding, self.lost))
 
     @started
     @rule(data=st.data())
     def crop(self, data):
         length = data.draw(st.just(0) | st.integers(0, len(self.rows[0])))
         first = 0 if self.manager.window is None else max(0, length - self.manager.window + 1)
-        stored = [block_id for block_id, _ in self.manager.tables[0].slots(0, length)]
         version = self.manager.version
         # A started last block must be there too, so that the next token has a place.
         first = min(first, length - length % self.manager.block_size)
-        if NULL_BLOCK in stored[first:]:
+        if any(
+            block_id == NULL_BLOCK
+            for table, lost in zip(self.manager.tables, self.lost, strict=True)
+            for block_id, _ in table.slots(first, length)[max(0, lost - first) :]
+        ):
             with pytest.raises(PagedCacheError, match="history was released"):
                 self.manager.crop(length)
             assert self.manager.version == version
@@ -121,6 +152,7 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         self.manager.crop(length)
         assert (self.manager.version > version) == (length < len(self.rows[0]))
         self.rows = [tokens[:length] for tokens in self.rows]
+        self.cut_padding(length)
 
     @started
     @rule(data=st.data())
@@ -131,6 +163,8 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         self.manager.reorder(sources)
         assert (self.manager.version > version) == (sources != list(range(last + 1)))
         self.rows = [list(self.rows[source]) for source in sources]
+        self.padding = [self.padding[source] for source in sources]
+        self.lost = [self.lost[source] for source in sources]
 
     @started
     @rule()
@@ -148,6 +182,7 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         self.manager.reset(later=later)
         self.manager.start(batch)
         self.rows = [[] for _ in range(batch)]
+        self.padding, self.lost = [0] * batch, [0] * batch
 
     @started
     @rule(data=st.data())
@@ -174,11 +209,13 @@ class ManagerAgainstLists(RuleBasedStateMachine):
             return
         self.manager.check_integrity(block_ids for block_ids, _ in self.held)
         assert self.manager.batch == len(self.rows)
-        for table, tokens in zip(self.manager.tables, self.rows, strict=True):
+        for table, tokens, lost in zip(self.manager.tables, self.rows, self.lost, strict=True):
             assert table.num_tokens == len(tokens)
             for token, slot in enumerate(table.slots(0, len(tokens))):
                 if slot[0] == NULL_BLOCK:
-                    assert token < self.first_needed()
+                    assert token < max(self.first_needed(), lost)
+                elif token < lost:
+                    assert self.memory[slot] == BLANK
                 else:
                     assert self.memory[slot] == tokens[token]
         for _, content in self.held:

@@ -1,7 +1,8 @@
-"""What `state_dict` and `load_state_dict` must not lose, whatever was done to the blocks before."""
+"""What copies of a cache must not lose, whatever was done to its blocks before."""
 
 from __future__ import annotations
 
+import gc
 import pickle
 
 import pytest
@@ -42,3 +43,20 @@ def test_windows_that_keep_more_than_they_need_find_room_again(name: str) -> Non
         update_all(one, *states(3, 2, seed=50))
     for layer, other in zip(cache.layers, twin.layers, strict=True):
         assert torch.equal(layer.keys.clone(), other.keys.clone())
+
+
+@pytest.mark.parametrize("name", LAYER_DTYPES)
+def test_a_dropped_fork_gives_its_blocks_back_without_waiting_for_the_garbage_collector(name: str) -> None:
+    cache = cache_of(shared_model("gemma3"), name)
+    update_all(cache, *states(40, 2))
+    before = cache.stats().used_blocks
+    gc.disable()
+    try:
+        fork = cache.fork()
+        update_all(fork, *states(60, 2, seed=1))
+        assert cache.stats().used_blocks > before
+        del fork
+        cache.check_integrity()
+        assert cache.stats().used_blocks == before
+    finally:
+        gc.enable()

@@ -1,0 +1,621 @@
+"""Blocks that hold nothing but left padding are not stored, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged_cache import PagedCache, disable, masks, state
+from hf_paged_cache.errors import CacheMismatchError, PoolExhausted
+from hf_paged_cache.formats import FORMATS, kv_format
+from hf_paged_cache.kv_pool import KVPool, PoolShape, Storage
+from hf_paged_cache.padding import Forward, Padding
+from tests.models import CASES, host_cache, shared_model
+from tests.padded import (
+    BLOCK,
+    extended,
+    fill,
+    generate,
+    left_padded,
+    positions,
+    prompt,
+    ragged,
+    stored_columns,
+)
+from tests.quantised import cache_of
+
+ALL = ("auto", *FORMATS)
+DECODERS = [case.name for case in CASES if not case.is_encoder_decoder]
+OWN_ATTENTION = ("falcon", "falcon-alibi")
+"""They make no mask through this package, so all of their padding is stored."""
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    return shared_model("llama", dtype=dtype)
+
+
+# --- what is stored -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_padded_batch_stores_the_blocks_it_needs(name: str) -> None:
+    model, inputs = llama(), ragged(19, 12, 5, width=100)
+    cache = cache_of(model, name)
+    fill(model, cache, inputs, position_ids=positions(inputs["attention_mask"]))
+    # 100 tokens start 7 blocks, and 81, 88 and 95 of padding fill 5 of them in every row.
+    assert cache.stats().used_blocks == 3 * 2
+    cache.reset()
+    generate(model, cache, inputs, tokens=21)
+    assert cache.get_seq_length() == 120
+    assert cache.stats().used_blocks == 3 * (8 - 5)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "expected"),
+    [
+        ((33, 18, 17, 2), 33, [3, 3, 2, 2]),  # padding of 0, 15, 16 and 31
+        ((1, 15, 16, 17, 33), 33, [1, 2, 2, 2, 3]),
+        ((64, 1), 64, [4, 1]),
+        ((48, 16, 15), 48, [3, 1, 1]),
+    ],
+)
+def test_each_row_leaves_out_its_own_padding(
+    lengths: tuple[int, ...], width: int, expected: list[int]
+) -> None:
+    cache = PagedCache(llama(), block_size=BLOCK)
+    fill(llama(), cache, ragged(*lengths, width=width))
+    stored = stored_columns(cache)
+    assert [sum(row) for row in stored] == expected
+    assert all(row == sorted(row) for row in stored), "what is left out lies at the beginning"
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 20, 33, 64])
+def test_a_prompt_in_chunks_ends_with_the_same_blocks(chunk: int) -> None:
+    model, inputs = llama(), ragged(90, 30, 5)
+    cache = PagedCache(model, block_size=BLOCK)
+    generate(model, cache, inputs, tokens=1, prefill_chunk_size=chunk)
+    assert [sum(row) for row in stored_columns(cache)] == [6, 3, 1]
+    cache.check_integrity()
+
+
+def test_padding_of_a_window_layer_is_not_stored_either() -> None:
+    model = shared_model("mistral")
+    cache = PagedCache(model, block_size=BLOCK)
+    cache._state.record_past = True  # or else the window alone would drop it
+    fill(model, cache, ragged(60, 20, 5))
+    assert [sum(row) for row in stored_columns(cache)] == [4, 2, 1]
+
+
+def test_a_pool_that_could_not_hold_the_padding_holds_the_rows() -> None:
+    model, inputs = llama(), ragged(19, 12, 5, width=100)
+    cache = PagedCache(model, block_size=BLOCK, max_tokens=51)  # 6 blocks
+    fill(model, cache, inputs)
+    assert cache.stats().used_blocks == 6
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 13), value=1)
+    with pytest.raises(PoolExhausted):
+        fill(model, cache, {"input_ids": torch.stack([prompt(13)] * 3), "attention_mask": mask})
+
+
+def test_rows_without_padding_and_right_padding_are_stored() -> None:
+    model = llama()
+    inputs = ragged(40, 40)
+    inputs["attention_mask"][1, 8:] = 0
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    assert stored_columns(cache) == [[True] * 3] * 2
+    assert not cache._state.padding.tokens
+
+
+def test_a_row_that_is_all_padding_stores_no_full_block() -> None:
+    model = llama()
+    inputs = ragged(40, 40)
+    inputs["attention_mask"][1] = 0
+    cache = PagedCache(model, block_size=BLOCK)
+    logits = fill(model, cache, inputs)
+    assert stored_columns(cache) == [[True] * 3, [False, False, True]]
+    mask = torch.cat((inputs["attention_mask"], torch.ones(2, 1)), 1)
+    logits = fill(model, cache, {"input_ids": prompt(2)[:, None], "attention_mask": mask})
+    assert not logits.isnan().any()
+
+
+# --- nothing else changes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize("name", ALL)
+def test_logits_are_those_of_a_cache_that_stores_the_padding(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", backend)
+    model = llama()
+    inputs = ragged(70, 20, 3, 50, width=70)
+    more = torch.stack([prompt(45, seed=row + 10) for row in range(4)])
+    mask = torch.cat((inputs["attention_mask"], torch.ones(4, 45, dtype=torch.long)), 1)
+
+    def run(cache: PagedCache) -> torch.Tensor:
+        found = [fill(model, cache, inputs, position_ids=positions(inputs["attention_mask"]))]
+        end = 70
+        for count in (1, 1, 5, 20, 1, 16, 1):
+            span = slice(end, end + count)
+            new = {"input_ids": more[:, end - 70 :][:, :count], "attention_mask": mask[:, : end + count]}
+            found.append(fill(model, cache, new, position_ids=positions(mask)[:, span]))
+            end += count
+        return torch.cat(found, 1)
+
+    got = run(cache_of(model, name, key_error_guard="off"))
+    monkeypatch.setattr(masks, "_note", lambda *_: None)
+    whole = cache_of(model, name, key_error_guard="off")
+    expected = run(whole)
+
+    assert all(all(row) for row in stored_columns(whole))
+    real = mask.bool()
+    torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=1e-4)
+    assert not got.isnan().any()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 10}], ids=str)
+@pytest.mark.parametrize("name", DECODERS)
+def test_tokens_are_those_of_the_hosts_own_cache(name: str, options: dict[str, Any]) -> None:
+    model, inputs = shared_model(name), ragged(50, 33, 4, seed=3)
+    disable(model)
+    theirs = host_cache(model)
+    first = generate(model, theirs, inputs, **options)
+    second = extended(inputs, first, torch.stack([prompt(9, seed=row) for row in range(3)]))
+    expected = generate(model, theirs, second, **options) if not options else None
+
+    cache = PagedCache(model, block_size=BLOCK)
+    assert generate(model, cache, inputs, **options).tolist() == first.tolist()
+    if expected is not None:
+        assert generate(model, cache, second, **options).tolist() == expected.tolist()
+    if name not in OWN_ATTENTION:
+        assert not all(all(row) for row in stored_columns(cache))
+    cache.check_integrity()
+
+
+def test_a_padded_prompt_with_an_assistant() -> None:
+    model, inputs = llama(), ragged(21, width=70)
+    disable(model)
+    lookup = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
+    expected = generate(model, host_cache(model), inputs, tokens=40, **lookup)
+    cache = PagedCache(model, block_size=BLOCK)
+    assert generate(model, cache, inputs, tokens=40, **lookup).tolist() == expected.tolist()
+    assert stored_columns(cache)[0][:3] == [False] * 3
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_lies_in_other_blocks_never_reaches_a_padded_row(name: str) -> None:
+    model, inputs = llama(), ragged(70, 20, 3)
+    clean, dirty = cache_of(model, name), cache_of(model, name)
+    fill(model, dirty, ragged(90, 90, 90))
+    for group in dirty._state.groups:
+        for pool in group.pools:
+            for tensor in (pool.keys, pool.values):
+                tensor.fill_(float("nan"))
+            if pool.records is not None:
+                pool.records.fill_(255)
+    dirty.reset()
+    assert generate(model, dirty, inputs).tolist() == generate(model, clean, inputs).tolist()
+    step = {"input_ids": prompt(3)[:, None], "attention_mask": torch.ones(3, 90, dtype=torch.long)}
+    step["attention_mask"][:, :70] = inputs["attention_mask"]
+    assert not fill(model, dirty, step, position_ids=positions(step["attention_mask"])[:, -1:]).isnan().any()
+
+
+def test_padding_that_is_not_stored_reads_as_zeros() -> None:
+    model, inputs = llama(), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    for layer in cache.layers:
+        for stored in (layer.keys, layer.values):
+            assert not stored[1, :, :BLOCK].any()
+            assert stored[1, :, BLOCK:].any(-1).all()
+            assert stored[0].any(-1).all()
+
+
+# --- rows that are copied, cut and chosen -------------------------------------------------------------------
+
+
+def _goes_on(model: Any, cache: Any, inputs: dict[str, torch.Tensor], seed: int = 50) -> list[list[int]]:
+    """Tokens after some more of a conversation."""
+    rows = len(inputs["input_ids"])
+    more = torch.stack([prompt(5, seed=seed) for _ in range(rows)])
+    said = generate(model, cache, extended(inputs, inputs["input_ids"], more))
+    return [row.tolist() for row in said]
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "int4"])
+def test_copies_and_choices_of_rows_keep_their_padding(name: str) -> None:
+    model, inputs = llama(), ragged(70, 20, 3)
+    where = positions(inputs["attention_mask"])
+    expected = {}
+    for row in range(3):
+        one = cache_of(model, name)
+        chosen = {key: x[[row]] for key, x in inputs.items()}
+        fill(model, one, chosen, position_ids=where[[row]])
+        expected[row] = _goes_on(model, one, chosen)[0]
+    cache = cache_of(model, name)
+    fill(model, cache, inputs, position_ids=where)
+    order = [2, 1, 1, 0, 2]
+    several = copy.deepcopy(cache)
+    several.reorder_cache(torch.tensor(order))
+    several.check_integrity()
+    assert _goes_on(model, several, {key: x[order] for key, x in inputs.items()}) == [
+        expected[row] for row in order
+    ]
+    cache.batch_select_indices(torch.tensor([1, 2]))
+    kept = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(2)
+    assert _goes_on(model, cache, {key: x[[1, 1, 2, 2]] for key, x in inputs.items()}) == [
+        expected[row] for row in (1, 1, 2, 2)
+    ]
+    assert _goes_on(model, kept, {key: x[[1, 2]] for key, x in inputs.items()}) == [expected[1], expected[2]]
+    for one in (several, cache, kept):
+        one.check_integrity()
+
+
+def _twins(model: Any, cache: PagedCache, name: str) -> dict[str, PagedCache]:
+    """Caches with the same contents, by every way there is."""
+    saved = io.BytesIO()
+    torch.save(cache.state_dict(), saved)
+    saved.seek(0)
+    loaded = cache_of(model, name)
+    loaded.load_state_dict(torch.load(saved, weights_only=True))
+    twins = {"fork": cache.fork(), "deepcopy": copy.deepcopy(cache), "state_dict": loaded}
+    if name == "auto":
+        twins["from_cache"] = PagedCache.from_cache(cache, model, block_size=32)
+    return twins
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_copies_of_a_cache_keep_its_padding(case: str, name: str) -> None:
+    model, inputs = shared_model(case), ragged(40, 70, 3)  # the row without padding is not the first
+    where = positions(inputs["attention_mask"])
+    cache = cache_of(model, name, key_error_guard="off")
+    fill(model, cache, inputs, position_ids=where)
+    twins = _twins(model, cache, name)
+    expected = _goes_on(model, copy.deepcopy(cache), inputs)
+    new = {"input_ids": torch.stack([prompt(2)] * 3)}
+    for way, twin in twins.items():
+        with pytest.raises(CacheMismatchError, match="begin with padding"):
+            fill(model, twin, new, position_ids=where[:, -1:] + torch.tensor([1, 2]))
+        twin.check_integrity()
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+        with pytest.raises(CacheMismatchError, match="position_ids: row 0"):
+            fill(model, twin, new | {"attention_mask": mask})
+        assert _goes_on(model, twin, inputs) == expected, way
+        twin.check_integrity()
+    assert _goes_on(model, cache, inputs) == expected
+    cache.check_integrity()
+
+
+def test_a_copy_with_other_blocks_still_wants_its_padding_hidden() -> None:
+    model, inputs = llama(), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs, position_ids=positions(inputs["attention_mask"]))
+    dense = cache.to_dynamic_cache()
+    assert not dense.layers[0].keys[1, :, :BLOCK].any()
+    twin = PagedCache.from_cache(cache, model, block_size=BLOCK)
+    assert stored_columns(twin) == [[True] * 3] * 2
+    assert twin._state.padding.unstored == (0, BLOCK)
+
+
+def test_a_frozen_look_leaves_padding_as_it_was() -> None:
+    model, inputs = llama(), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs, position_ids=positions(inputs["attention_mask"]))
+    before = cache._state.padding
+    turn = extended(inputs, inputs["input_ids"], torch.stack([prompt(3)] * 2))
+    expected = generate(model, copy.deepcopy(cache), turn).tolist()
+    where = positions(turn["attention_mask"])[:, 40:]
+    new = {"input_ids": turn["input_ids"][:, 40:], "attention_mask": turn["attention_mask"]}
+    fill(model, cache, new, position_ids=where, use_cache=False)
+    assert cache.get_seq_length() == 40
+    assert cache._state.padding == before
+    assert generate(model, cache, turn).tolist() == expected
+
+
+def test_dropped_tokens_take_their_padding_with_them() -> None:
+    model, inputs = shared_model("falcon-alibi"), ragged(60, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    assert cache._state.padding.tokens == (0, 40)
+    cache.drop(10, 30)
+    assert cache._state.padding.tokens == (0, 20)
+    cache.drop(15, 25)
+    assert cache._state.padding.tokens == (0, 15)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 48, 49, 69])
+@pytest.mark.parametrize("name", ALL)
+def test_a_row_cut_in_the_middle_of_its_padding_goes_on(name: str, length: int) -> None:
+    model = llama(torch.float64) if name != "auto" else llama()
+    inputs = ragged(70, 20, 3)
+    cache = cache_of(model, name, key_error_guard="off")
+    poison = ragged(90, 90, 90)
+    fill(model, cache, poison)
+    for group in cache._state.groups:
+        for pool in group.pools:
+            for tensor in (pool.keys, pool.values):
+                tensor.fill_(float("nan"))
+    cache.reset()
+    fill(model, cache, inputs, position_ids=positions(inputs["attention_mask"]))
+    cache.crop(length - 70)
+    cache.check_integrity()
+    cut = {key: x[:, :length] for key, x in inputs.items()}
+    got = _goes_on(model, cache, cut)
+    cache.check_integrity()
+    fresh = cache_of(model, name, key_error_guard="off")
+    fill(model, fresh, cut, position_ids=positions(cut["attention_mask"]))
+    if name not in ("int4", "int4_group"):
+        # There, a block is encoded with the padding in it, zeros or not: as precise, but not to the bit.
+        assert got == _goes_on(model, fresh, cut)
+    assert not any(layer.keys.isnan().any() for layer in cache.layers)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_blank_block_decodes_to_zeros(name: str) -> None:
+    form = kv_format(name, group_size=8)
+    shape = PoolShape(2, 16, 16, torch.float32, torch.device("cpu"), form)
+    pool = KVPool(Storage(shape, num_blocks=3, num_layers=2, block_size=BLOCK), num_slots=1)
+    assert pool.records is not None
+    pool.records.fill_(255)
+    pool.keys.fill_(1.0)
+    pool.blank([1])
+    pool.unseal([0], [1])
+    assert not pool.keys.any()
+    assert not pool.values.any()
+    assert (pool.records[[0, 2]] == 255).all()
+
+
+# --- a mask that does not hide it ---------------------------------------------------------------------------
+
+
+def _masks(cached: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    whole = torch.nn.functional.pad(cached, (0, 2), value=1)
+    shown = whole.clone()
+    shown[1, 15] = 1
+    return {"none": None, "all ones": torch.ones_like(whole), "one token shown": shown}
+
+
+@pytest.mark.parametrize("attention", ["llama", "llama-eager", "mistral", "gemma3"])
+@pytest.mark.parametrize("which", ["none", "all ones", "one token shown"])
+def test_a_mask_that_shows_what_is_not_stored_is_refused(which: str, attention: str) -> None:
+    model, inputs = shared_model(attention), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    where = positions(inputs["attention_mask"])
+    fill(model, cache, inputs, position_ids=where)
+    after = where[:, -1:] + torch.tensor([1, 2])
+    new = torch.stack([prompt(2), prompt(2)])
+    wrong = {"input_ids": new, "attention_mask": _masks(inputs["attention_mask"])[which]}
+    with pytest.raises(CacheMismatchError, match=r"attention_mask: rows \[1\] begin with padding.*\[20\]"):
+        fill(model, cache, wrong, position_ids=after)
+    assert cache.get_seq_length() == 40
+    cache.check_integrity()
+    right = {
+        "input_ids": new,
+        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1),
+    }
+    untouched = PagedCache(model, block_size=BLOCK)
+    fill(model, untouched, inputs, position_ids=where)
+    expected = fill(model, untouched, right, position_ids=after)
+    assert torch.equal(fill(model, cache, right, position_ids=after), expected)
+
+
+@pytest.mark.parametrize("which", ["none", "all ones", "one token shown"])
+def test_it_is_refused_where_masks_are_the_hosts_too(which: str) -> None:
+    model, inputs = llama(), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    where = positions(inputs["attention_mask"])
+    fill(model, cache, inputs, position_ids=where)
+    after = where[:, -1:] + torch.tensor([1, 2])
+    disable(model)
+    mask = _masks(inputs["attention_mask"])[which]
+    new = {"input_ids": torch.stack([prompt(2), prompt(2)]), "attention_mask": mask}
+    with pytest.raises(CacheMismatchError, match="begin with padding"):
+        fill(model, cache, new, position_ids=after)
+    if mask is not None:
+        four = mask[:, None, None].bool().expand(-1, 1, 2, -1)
+        with pytest.raises(CacheMismatchError, match="begin with padding"):
+            fill(model, cache, new | {"attention_mask": four}, position_ids=after)
+    right = torch.nn.functional.pad(inputs["attention_mask"], (0, 2), value=1)
+    theirs = host_cache(model)
+    fill(model, theirs, inputs, position_ids=where)
+    expected = fill(model, theirs, new | {"attention_mask": right}, position_ids=after)
+    got = fill(model, cache, new | {"attention_mask": right}, position_ids=after)
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_cache_that_stores_all_its_padding_minds_no_mask() -> None:
+    model, inputs = llama(), ragged(15, 5)
+    disable(model)
+    caches = host_cache(model), PagedCache(model, block_size=BLOCK)
+    new = {"input_ids": torch.stack([prompt(2), prompt(2)])}
+    got = []
+    for cache in caches:
+        fill(model, cache, inputs)
+        got.append(fill(model, cache, new))
+    torch.testing.assert_close(got[1], got[0])
+
+
+# --- positions ----------------------------------------------------------------------------------------------
+
+TRAPPED = [name for name in DECODERS if name != "falcon-alibi"]
+
+
+@pytest.mark.parametrize("lengths", [(9, 5), (40, 20)], ids=["within_a_block", "over_blocks"])
+@pytest.mark.parametrize("name", TRAPPED)
+def test_a_fill_that_counts_padding_does_not_go_on_in_generate(name: str, lengths: tuple[int, int]) -> None:
+    model, inputs = shared_model(name), ragged(*lengths)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    more = torch.stack([prompt(3, seed=7), prompt(3, seed=8)])
+    turn = extended(inputs, inputs["input_ids"], more)
+    last, real = max(lengths) - 1, lengths[1]
+    with pytest.raises(
+        CacheMismatchError,
+        match=rf"position_ids: row 1 .* at position {last}, so the next .* at {last + 1}; got {real}\.",
+    ):
+        generate(model, cache, turn)
+    assert cache.get_seq_length() == max(lengths)
+    cache.check_integrity()
+
+    disable(model)
+    expected = generate(model, host_cache(model), turn).tolist()
+    for way in ({}, {"position_ids": positions(inputs["attention_mask"])}):
+        cache = PagedCache(model, block_size=BLOCK)
+        if way:
+            fill(model, cache, inputs, **way)
+        assert generate(model, cache, turn).tolist() == expected
+
+
+@pytest.mark.parametrize("name", TRAPPED)
+def test_generate_does_not_go_on_in_a_forward_that_counts_padding(name: str) -> None:
+    model, inputs = shared_model(name), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    said = generate(model, cache, inputs, tokens=4)
+    turn = extended(inputs, said, said[:, :0])
+    step = {"input_ids": said[:, -1:], "attention_mask": turn["attention_mask"]}
+    with pytest.raises(
+        CacheMismatchError, match=r"stands at position 22, so the next one stands at 23; got 43"
+    ):
+        fill(model, cache, step)
+    fill(model, cache, step, position_ids=positions(turn["attention_mask"])[:, -1:])
+    assert cache.get_seq_length() == 44
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_plain_forwards_all_the_way_are_as_with_the_hosts_own_cache(name: str) -> None:
+    model, inputs = shared_model(name), ragged(40, 20)
+    disable(model)
+    found = []
+    for cache in (host_cache(model), PagedCache(model, block_size=BLOCK)):
+        logits = [fill(model, cache, inputs)[:, -1:]]
+        mask = inputs["attention_mask"]
+        for count in (1, 3, 18, 1):
+            mask = torch.nn.functional.pad(mask, (0, count), value=1)
+            new = torch.stack([prompt(count, seed=1), prompt(count, seed=2)])
+            logits.append(fill(model, cache, {"input_ids": new, "attention_mask": mask}))
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_positions_do_not_matter_where_nothing_asks_for_them() -> None:
+    model, inputs = shared_model("falcon-alibi"), ragged(40, 20)
+    disable(model)
+    turn = extended(inputs, inputs["input_ids"], torch.stack([prompt(3), prompt(3)]))
+    expected = generate(model, host_cache(model), turn).tolist()
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    assert generate(model, cache, turn).tolist() == expected
+
+
+@pytest.mark.parametrize("removed", [1, 5, 25])
+def test_the_trap_is_seen_after_a_crop(removed: int) -> None:
+    model, inputs = llama(), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    cache.crop(-removed)
+    if removed > 20:  # no real token of row 1 is left, and none of row 0 is padded
+        generate(model, cache, inputs)
+        return
+    with pytest.raises(
+        CacheMismatchError, match=f"so the next one stands at {40 - removed}; got {20 - removed}"
+    ):
+        generate(model, cache, inputs)
+
+
+def test_the_trap_is_seen_in_copies_and_forgotten_with_the_rows() -> None:
+    model, inputs = llama(), ragged(40, 20)
+    turn = extended(inputs, inputs["input_ids"], torch.stack([prompt(3), prompt(3)]))
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    twin = copy.deepcopy(cache)
+    with pytest.raises(CacheMismatchError, match="position_ids: row 1"):
+        generate(model, twin, turn)
+    twin.reorder_cache(torch.tensor([1, 0]))
+    with pytest.raises(CacheMismatchError, match="position_ids: row 0"):
+        generate(model, twin, {key: x[[1, 0]] for key, x in turn.items()})
+    twin.batch_select_indices(torch.tensor([1]))
+    generate(model, twin, {key: x[[0]] for key, x in turn.items()})
+    cache.reset()
+    generate(model, cache, turn)
+
+
+def test_a_failed_forward_leaves_no_positions_behind() -> None:
+    model, inputs = llama(), ragged(40, 20)
+    where = positions(inputs["attention_mask"])
+    cache = PagedCache(model, block_size=BLOCK, max_tokens=100)
+    fill(model, cache, inputs, position_ids=where)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 100), value=1)
+    many = {"input_ids": torch.stack([prompt(100)] * 2), "attention_mask": mask}
+    with pytest.raises(PoolExhausted):
+        fill(model, cache, many, position_ids=positions(mask)[:, 40:])
+    before = cache._state.padding
+    turn = extended(inputs, inputs["input_ids"], torch.stack([prompt(3), prompt(3)]))
+    generate(model, cache, turn, tokens=5)
+    assert before.end == 40
+
+
+def test_looking_at_positions_asks_a_gpu_nothing_in_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = Padding._at_positions
+
+    def counted(self: Padding, forward: Forward) -> Padding:
+        asked.append(forward.start)
+        return real(self, forward)
+
+    monkeypatch.setattr(Padding, "_at_positions", counted)
+
+    def on_a_gpu(*known: Any) -> Forward:
+        return replace(Forward.of(*known), device=torch.device("cuda"))
+
+    monkeypatch.setattr(state, "Forward", SimpleNamespace(of=on_a_gpu))
+    model, inputs = llama(), ragged(40, 20)
+    cache = PagedCache(model, block_size=BLOCK)
+    said = generate(model, cache, inputs, tokens=10)
+    assert asked == [0, 40]
+    turn = extended(inputs, said, torch.stack([prompt(3), prompt(3)]))
+    generate(model, cache, turn, tokens=5)
+    assert asked == [0, 40, 49]
+    assert [runs[-1].end for runs in cache._state.padding.runs] == [cache.get_seq_length()] * 2
+
+
+# --- prompts of which nothing is known ----------------------------------------------------------------------
+
+
+def test_a_loop_without_a_model_stores_all() -> None:
+    cache = PagedCache(llama(), block_size=BLOCK)
+    states = torch.randn(2, 2, 40, 16)
+    for layer_idx in range(3):
+        cache.update(states, states, layer_idx)
+    assert stored_columns(cache) == [[True] * 3] * 2
+    assert not cache._state.padding.tokens
+
+
+def test_a_mask_of_four_dimensions_leaves_nothing_out() -> None:
+    model, inputs = llama(), ragged(40, 20)
+    causal = torch.ones(40, 40, dtype=torch.bool).tril()
+    mask = causal & inputs["attention_mask"][:, None, None].bool()
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs | {"attention_mask": mask})
+    assert stored_columns(cache) == [[True] * 3] * 2
+
+
+def test_left_padding_beside_a_full_row_equals_no_padding_at_all() -> None:
+    model = llama()
+    one = prompt(20, seed=4)
+    both = left_padded([prompt(60, seed=5), one])
+    got = fill(
+        model, PagedCache(model, block_size=BLOCK), both, position_ids=positions(both["attention_mask"])
+    )
+    want = fill(model, PagedCache(model, block_size=BLOCK), left_padded([one]))
+    torch.testing.assert_close(got[1, 40:], want[0], rtol=1e-4, atol=1e-4)
