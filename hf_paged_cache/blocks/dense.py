@@ -105,12 +105,13 @@ class DenseBlocks:
         if reservation.start % size and self._writes_densely(reservation.start // size):
             column = reservation.start // size
             sources = {new: old for old, new in reservation.copies}
+            pinned = frozenset(sources.values())  # rows may hold them no more, but they have yet to be copied
             for block_id in {table.ids[column]: None for table in tables if table.ids[column] != NULL_BLOCK}:
                 source = sources.get(block_id, block_id)
                 if source in self._slots and source != block_id:
-                    copied.append((self._slots[source], self._slot_for(manager, block_id)))
+                    copied.append((self._slots[source], self._slot_for(manager, block_id, pinned)))
                 elif source not in self._slots:
-                    unsealed.append((source, self._slot_for(manager, block_id)))
+                    unsealed.append((source, self._slot_for(manager, block_id, pinned)))
             if column not in self.columns:
                 self.columns.append(column)
                 changed.append(column)
@@ -175,10 +176,11 @@ class DenseBlocks:
     def _writes_densely(self, column: int) -> bool:
         return self.residual_blocks > 0 or column < self.sink_blocks
 
-    def _slot_for(self, manager: BlockManager, block_id: int) -> int:
+    def _slot_for(self, manager: BlockManager, block_id: int, pinned: frozenset[int] = frozenset()) -> int:
+        """The slot of a block; a new one, if need be that of a block that rows do not hold any more."""
         if block_id not in self._slots:
             if not self._free:
-                held = self._held(manager)
+                held = self._held(manager) | pinned
                 for stale in [block_id for block_id in self._slots if block_id not in held]:
                     self._drop(stale)
             if not self._free:
