@@ -131,7 +131,8 @@ def updating_module(layer_idx: int) -> torch.nn.Module | None:
         frame = None if frame is None else frame.f_back
         if frame is None:
             break
-        owner = frame.f_locals.get("self")
+        # Looking at the variables of a function keeps them alive as long as it runs, so not at just any.
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(owner, torch.nn.Module):
             return owner if getattr(owner, "layer_idx", None) == layer_idx else None
     return None

@@ -302,7 +302,7 @@ def drafts_feed_all_of(depth: int = 1) -> int | None:
     alone, which come with a longer mask; then, and for any other function, the answer is None.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
-    if frame is not None and isinstance(frame.f_locals.get("self"), EncoderDecoderCache):
+    if frame is not None and frame.f_code is EncoderDecoderCache.activate_past_recording.__code__:
         frame = frame.f_back
     if (
         frame is None

@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from . import calls, compat
 from .errors import CacheMismatchError, PagedCacheError
@@ -43,12 +43,18 @@ class HostParts:
         self._save_into(self._empty)
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        """Whether anything outside blocks has to be kept in step."""
+        return bool(self._parts) or self._state.has_outside_state
 
     @property
     def parts(self) -> list[Any]:
         """The objects, in the order of their layers."""
         return list(self._parts.values())
+
+    @property
+    def indexer(self) -> Any:
+        """The first object that holds the keys of an indexer, or None."""
+        return next((part for part in self._parts.values() if hasattr(part, "indexer_keys")), None)
 
     @property
     def nbytes(self) -> int:
@@ -103,9 +109,16 @@ class HostParts:
         else:
             self._state.take_back_outside()
 
+    def can(self, layer_idx: int, method: str) -> bool:
+        """Whether a layer has a part with a method; where it has none, the host's own refusal is right."""
+        return hasattr(self._parts.get(layer_idx), method)
+
     def check_begun(self, layer_idx: int, state_idx: int) -> None:
         """Raise CacheMismatchError if a convolution begins only now, and the cache holds a history."""
-        if self._end_before and not self._parts[layer_idx].has_previous_state[state_idx]:
+        part = self._parts.get(layer_idx)
+        if part is None or not compat.is_linear(part):
+            return  # which the host says in its own words
+        if self._end_before and not part.has_previous_state[state_idx]:
             raise CacheMismatchError(
                 f"layer {layer_idx} has no state yet, and the cache holds {self._end_before} tokens per row: "
                 "the forward that brought them was interrupted. Call `cache.reset()`, and start anew"
@@ -123,7 +136,7 @@ class HostParts:
     def _is_complete(self, call: calls.ModelCall) -> bool:
         """Whether a forward that is over has reached every layer."""
         undo = self._state.undo
-        if not undo.touched:
+        if not undo.touched and not self._state.has_outside_state:
             return True  # it was taken back when it failed
         if call.is_generating and call.root.is_running():
             return True  # an error would have ended `generate` as well
@@ -152,7 +165,10 @@ class HostParts:
         """Make the rows copies of the given old rows; their number may change."""
         index = torch.tensor(rows)
         for part in self._parts.values():
-            part.reorder_cache(index)
+            if hasattr(part, "indexer_keys"):
+                _select_in_indexer(part, index)
+            else:
+                part.reorder_cache(index)
 
     def check_crop(self, tokens_to_remove: int, *, is_all: bool) -> None:
         """Raise what `crop` would raise; changes nothing."""
@@ -212,6 +228,29 @@ class HostContract(DynamicCache):
         """Let one cached row go on as several, if that is what the tensors of so many rows mean."""
         raise AssertionError("a cache says itself how its rows are spread")
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers keep nothing but states of linear attention or convolutions."""
+        return [compat.is_linear(x) and not isinstance(x, CacheLayerMixin) for x in self.layers]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Where models of transformers 5.17 keep the positions `[dims, batch, tokens]` of an indexer.
+
+        Raises:
+            AttributeError: There are none.
+        """
+        positions: torch.Tensor | None = getattr(self._hosts.indexer, "indexer_position_ids", None)
+        if positions is None:
+            raise AttributeError("this cache holds no positions of an indexer")
+        return positions
+
+    @position_ids.setter
+    def position_ids(self, value: torch.Tensor) -> None:
+        if self._hosts.indexer is None:
+            raise AttributeError("this cache has no indexer whose positions it could hold")
+        self._hosts.indexer.indexer_position_ids = value
+
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
@@ -220,12 +259,13 @@ class HostContract(DynamicCache):
         Raises:
             CacheMismatchError: The model cannot take so many new tokens after a history.
         """
-        self._hosts.enter(("conv", layer_idx, state_idx))
-        self._spread_rows(conv_states.shape[0])
-        if self._state.chunk_fault is not None:
-            is_warm = self.has_previous_state(layer_idx, state_idx)
-            self._state.check_chunk(conv_states.shape[-1], is_warm=is_warm)
-        self._hosts.check_begun(layer_idx, state_idx)
+        if self._hosts.can(layer_idx, "update_conv_state"):
+            self._hosts.enter(("conv", layer_idx, state_idx))
+            self._spread_rows(conv_states.shape[0])
+            if self._state.chunk_fault is not None:
+                is_warm = self.has_previous_state(layer_idx, state_idx)
+                self._state.check_chunk(conv_states.shape[-1], is_warm=is_warm)
+            self._hosts.check_begun(layer_idx, state_idx)
         states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         return states
 
@@ -233,8 +273,9 @@ class HostContract(DynamicCache):
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Replace a recurrent state `[batch, ...]`; return it."""
-        self._hosts.enter(("recurrent", layer_idx, state_idx))
-        self._spread_rows(recurrent_states.shape[0])
+        if self._hosts.can(layer_idx, "update_recurrent_state"):
+            self._hosts.enter(("recurrent", layer_idx, state_idx))
+            self._spread_rows(recurrent_states.shape[0])
         states: torch.Tensor = super().update_recurrent_state(
             recurrent_states, layer_idx, state_idx, **kwargs
         )
@@ -242,8 +283,9 @@ class HostContract(DynamicCache):
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append indexer keys `[batch, tokens, index_head_dim]`; return all of them."""
-        self._hosts.enter(("indexer", layer_idx))
-        self._spread_rows(indexer_key_states.shape[0])
+        if self._hosts.can(layer_idx, "update_indexer"):
+            self._hosts.enter(("indexer", layer_idx))
+            self._spread_rows(indexer_key_states.shape[0])
         keys: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
         return keys
 
@@ -290,6 +332,14 @@ def _crop_convolutions(part: Any, tokens_to_remove: int) -> None:
             if states is not None:
                 end = states.shape[-1] - tokens_to_remove
                 part.conv_states[key] = states[..., max(0, end - part.conv_kernel_size[key]) : end]
+
+
+def _select_in_indexer(part: Any, rows: torch.Tensor) -> None:
+    # The host's own methods look at keys that are empty here, and forget positions up to transformers 5.17.
+    for name, dim in (("indexer_keys", 0), ("indexer_position_ids", 1)):
+        tensor = getattr(part, name, None)
+        if tensor is not None:
+            setattr(part, name, tensor.index_select(dim, rows.to(tensor.device)))
 
 
 def _crop_indexer(part: Any, tokens_to_remove: int) -> None:

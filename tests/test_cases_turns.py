@@ -60,7 +60,10 @@ def test_new_ids_alone_are_right_with_the_mask_of_all_and_refused_without(name: 
     want, held = reference(model, said), cache.get_seq_length()
     tail = said[:, held:]
     PagedCache(model)  # switches paged attention on again
-    with pytest.raises(CacheMismatchError, match="another text than what is cached"):
+    with pytest.raises(
+        CacheMismatchError,
+        match=r"another text than what is cached|prompt has 6 tokens, but the cache already holds",
+    ):
         generate(model, tail, cache, attention_mask=None)
     assert_sound(cache, held)
     got = generate(model, tail, cache, attention_mask=torch.ones_like(said))

@@ -170,8 +170,7 @@ def test_first_forward_that_was_interrupted_is_taken_back_also_before_the_first_
         patch.setattr(model.model.layers[0].mlp, "forward", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(inputs["input_ids"], **{cache_kwarg(): cache})
-    with torch.no_grad(), pytest.raises(CacheMismatchError, match="interrupted: it is taken back now"):
-        model(inputs["input_ids"], **{cache_kwarg(): cache})
+    assert cache.get_seq_length() == cache.stats().tokens == 0  # whoever looks takes it back
     want = generate(model, DynamicCache(config=model.config), inputs)
     assert torch.equal(generate(model, cache, inputs, compile_config=compile_config()), want)
 

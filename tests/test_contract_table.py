@@ -287,7 +287,8 @@ CACHE_ROWS = (
     Row("has_previous_state", lambda cache: cache.has_previous_state(0), kinds=ALL, label="0"),
     Row("update_conv_state", lambda cache: cache.update_conv_state(_states(2, 4, 3), 0), kinds=ALL),
     Row("update_recurrent_state", lambda cache: cache.update_recurrent_state(_states(2, 4, 3), 0), kinds=ALL),
-    Row("update_indexer", lambda cache: cache.update_indexer(_states(2, 5, 4), 1), kinds=("full", "indexed")),
+    Row("update_indexer", lambda cache: cache.update_indexer(_states(2, 5, 4), 1)),
+    _effect("update_indexer", lambda cache: _update(cache, 5), kinds=("indexed",)),
 )
 
 LAYER_ROWS = (
@@ -340,7 +341,7 @@ def _rows_of(cache: Any) -> int:
     return 2 if keys is None or not keys.numel() else keys.shape[0]
 
 
-def _update(cache: Any, tokens: int, seed: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _update(cache: Any, tokens: int, seed: int = 5) -> list[Any]:
     """New K and V in every layer that keeps them; what comes back."""
     generator, rows, returned = torch.Generator().manual_seed(seed), _rows_of(cache), []
     for layer_idx, layer in enumerate(cache.layers):
@@ -350,8 +351,9 @@ def _update(cache: Any, tokens: int, seed: int = 5) -> list[tuple[torch.Tensor, 
             continue
         keys, values = (torch.randn(rows, HEADS, tokens, HEAD_DIM, generator=generator) for _ in range(2))
         returned.append(cache.update(keys, values, layer_idx))
-        if isinstance(layer, DynamicIndexedLayer):
-            cache.update_indexer(torch.randn(rows, tokens, 4, generator=generator), layer_idx)
+        if hasattr(layer, "update_indexer"):
+            new = torch.randn(rows, tokens, 4, generator=generator)
+            returned.append(cache.update_indexer(new, layer_idx))
     return returned
 
 

@@ -124,7 +124,7 @@ def test_pools_are_allocated_once() -> None:
 def test_footprint_is_exact(dtype: torch.dtype) -> None:
     layers, heads, dim = 3, 2, 16
     cache = PagedCache(LlamaConfig(**SIZES), block_size=32, max_tokens=1000)
-    keys = torch.zeros(2, heads, 33, dim, dtype=dtype)
+    keys = torch.randn(2, heads, 33, dim).to(dtype)
     for layer in range(layers):
         cache.update(keys, keys, layer)
     found = cache.memory_footprint()
