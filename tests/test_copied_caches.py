@@ -73,6 +73,7 @@ def test_rows_that_leave_a_block_to_a_fork_take_what_was_in_it_along(name: str) 
     cache.crop(-40)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     forks = [cache.fork() for _ in range(2)]
+    update_all(forks[0], *states(60, 2))  # takes what was just given back
     update_all(cache, *states(1, 2))
     for one in (cache, *forks):
         one.check_integrity()
