@@ -11,7 +11,7 @@ import torch
 from hf_paged_cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES
 from tests.models import shared_model
-from tests.quantised import cache_of, states, update_all
+from tests.quantised import NAMES, cache_of, states, update_all
 
 
 def test_rows_whose_blocks_lie_in_another_order_come_back_in_their_own() -> None:
@@ -60,3 +60,23 @@ def test_a_dropped_fork_gives_its_blocks_back_without_waiting_for_the_garbage_co
         assert cache.stats().used_blocks == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_leave_a_block_to_a_fork_take_what_was_in_it_along(name: str) -> None:
+    """Also when no slot is free but those of blocks that no row holds any more."""
+    cache = cache_of(shared_model("llama"), name, sink_tokens=0)
+    update_all(cache, *states(1))
+    cache.batch_repeat_interleave(2)
+    update_all(cache, *states(1, 2))
+    update_all(cache, *states(40, 2))
+    cache.crop(-40)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    forks = [cache.fork() for _ in range(2)]
+    update_all(forks[0], *states(60, 2))  # takes what was just given back
+    update_all(cache, *states(1, 2))
+    for one in (cache, *forks):
+        one.check_integrity()
+        for layer, (keys, values) in zip(one.layers, before, strict=True):
+            assert torch.equal(layer.keys[:, :, :2], keys)
+            assert torch.equal(layer.values[:, :, :2], values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK
@@ -102,16 +102,17 @@ class DenseBlocks:
         changed: list[int] = []
         for block_id in (*(target for _, target in reservation.copies), *reservation.blanks):
             self._drop(block_id)  # of an earlier life of that block
+        sources = {new: old for old, new in reservation.copies}
+        # The tables name the copies by now, and the slots of what is copied have to last until then.
+        left = set(sources.values())
         if reservation.start % size and self._writes_densely(reservation.start // size):
             column = reservation.start // size
-            sources = {new: old for old, new in reservation.copies}
-            pinned = frozenset(sources.values())  # rows may hold them no more, but they have yet to be copied
             for block_id in {table.ids[column]: None for table in tables if table.ids[column] != NULL_BLOCK}:
                 source = sources.get(block_id, block_id)
                 if source in self._slots and source != block_id:
-                    copied.append((self._slots[source], self._slot_for(manager, block_id, pinned)))
+                    copied.append((self._slots[source], self._slot_for(manager, block_id, left)))
                 elif source not in self._slots:
-                    unsealed.append((source, self._slot_for(manager, block_id, pinned)))
+                    unsealed.append((source, self._slot_for(manager, block_id, left)))
             if column not in self.columns:
                 self.columns.append(column)
                 changed.append(column)
@@ -120,7 +121,7 @@ class DenseBlocks:
             ids = {table.ids[column]: None for table in tables if table.ids[column] != NULL_BLOCK}
             for block_id in ids:
                 if is_dense:
-                    self._slot_for(manager, block_id)
+                    self._slot_for(manager, block_id, left)
                 else:
                     self._drop(block_id)
             if is_dense and ids:
@@ -176,11 +177,10 @@ class DenseBlocks:
     def _writes_densely(self, column: int) -> bool:
         return self.residual_blocks > 0 or column < self.sink_blocks
 
-    def _slot_for(self, manager: BlockManager, block_id: int, pinned: frozenset[int] = frozenset()) -> int:
-        """The slot of a block; a new one, if need be that of a block that rows do not hold any more."""
+    def _slot_for(self, manager: BlockManager, block_id: int, kept: Collection[int] = ()) -> int:
         if block_id not in self._slots:
             if not self._free:
-                held = self._held(manager) | pinned
+                held = self._held(manager).union(kept)
                 for stale in [block_id for block_id in self._slots if block_id not in held]:
                     self._drop(stale)
             if not self._free:
