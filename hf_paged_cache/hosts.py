@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from . import calls, compat
 from .errors import CacheMismatchError, PagedCacheError
@@ -43,12 +43,18 @@ class HostParts:
         self._save_into(self._empty)
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        """Whether anything outside blocks has to be kept in step."""
+        return bool(self._parts) or self._state.has_outside_state
 
     @property
     def parts(self) -> list[Any]:
         """The objects, in the order of their layers."""
         return list(self._parts.values())
+
+    @property
+    def indexer(self) -> Any:
+        """The first object that holds the keys of an indexer, or None."""
+        return next((part for part in self._parts.values() if hasattr(part, "indexer_keys")), None)
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +136,7 @@ class HostParts:
     def _is_complete(self, call: calls.ModelCall) -> bool:
         """Whether a forward that is over has reached every layer."""
         undo = self._state.undo
-        if not undo.touched:
+        if not undo.touched and not self._state.has_outside_state:
             return True  # it was taken back when it failed
         if call.is_generating and call.root.is_running():
             return True  # an error would have ended `generate` as well
@@ -159,7 +165,10 @@ class HostParts:
         """Make the rows copies of the given old rows; their number may change."""
         index = torch.tensor(rows)
         for part in self._parts.values():
-            part.reorder_cache(index)
+            if hasattr(part, "indexer_keys"):
+                _select_in_indexer(part, index)
+            else:
+                part.reorder_cache(index)
 
     def check_crop(self, tokens_to_remove: int, *, is_all: bool) -> None:
         """Raise what `crop` would raise; changes nothing."""
@@ -218,6 +227,29 @@ class HostContract(DynamicCache):
     def _spread_rows(self, rows: int) -> None:
         """Let one cached row go on as several, if that is what the tensors of so many rows mean."""
         raise AssertionError("a cache says itself how its rows are spread")
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers keep nothing but states of linear attention or convolutions."""
+        return [compat.is_linear(x) and not isinstance(x, CacheLayerMixin) for x in self.layers]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Where models of transformers 5.17 keep the positions `[dims, batch, tokens]` of an indexer.
+
+        Raises:
+            AttributeError: There are none.
+        """
+        positions: torch.Tensor | None = getattr(self._hosts.indexer, "indexer_position_ids", None)
+        if positions is None:
+            raise AttributeError("this cache holds no positions of an indexer")
+        return positions
+
+    @position_ids.setter
+    def position_ids(self, value: torch.Tensor) -> None:
+        if self._hosts.indexer is None:
+            raise AttributeError("this cache has no indexer whose positions it could hold")
+        self._hosts.indexer.indexer_position_ids = value
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -300,6 +332,14 @@ def _crop_convolutions(part: Any, tokens_to_remove: int) -> None:
             if states is not None:
                 end = states.shape[-1] - tokens_to_remove
                 part.conv_states[key] = states[..., max(0, end - part.conv_kernel_size[key]) : end]
+
+
+def _select_in_indexer(part: Any, rows: torch.Tensor) -> None:
+    # The host's own methods look at keys that are empty here, and forget positions up to transformers 5.17.
+    for name, dim in (("indexer_keys", 0), ("indexer_position_ids", 1)):
+        tensor = getattr(part, name, None)
+        if tensor is not None:
+            setattr(part, name, tensor.index_select(dim, rows.to(tensor.device)))
 
 
 def _crop_indexer(part: Any, tokens_to_remove: int) -> None:
