@@ -337,6 +337,8 @@ def test_an_interrupted_forward_is_taken_back(name: str, done: int, share: float
 
 def test_a_model_with_its_state_in_itself_asks_for_a_reset() -> None:
     model, ids = model_of("recurrent-gemma"), prompt(24)
+    if not any(stock(model).is_linear):
+        pytest.skip("up to transformers 5.17 its states move on before it comes to the cache")
     cache = paged(model)
     step(model, ids[:, :20], cache)
     interrupt(model, ids[:, 20:21], cache, 1.0)
