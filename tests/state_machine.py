@@ -277,6 +277,7 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
             other = Live(made, one.model.copy(), store)
             del self.live[MOST_CACHES - 1 :]
             self.live.append(other)
+        del one, there  # what was replaced has to be gone when blocks are counted
         self.touch(kind, self.live[-1])
 
     @rule(which=which_cache)
