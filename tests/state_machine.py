@@ -293,7 +293,6 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
                 one.cache.load_state_dict(saved)
             if has_room:
                 one.model = model.copy()
-            one.model.record_past = model.record_past
         self.touch("rewind", one)
 
     @precondition(lambda self: len(self.live) > 1)
