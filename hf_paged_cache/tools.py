@@ -105,7 +105,11 @@ class CacheTools:
         state = self._movable("load_state_dict")
         snapshot.check(state, self._hosts.parts, state_dict)
         self.reset()
-        snapshot.restore(state, self._hosts.parts, state_dict)
+        try:
+            snapshot.restore(state, self._hosts.parts, state_dict)
+        except BaseException:
+            self.reset()  # some groups may hold their part already
+            raise
 
     # --- the text in the cache ------------------------------------------------------------------------------
 

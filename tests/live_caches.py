@@ -213,7 +213,7 @@ class LiveCaches:
     def room_for(self, one: Live, tokens: int, rows: int) -> Iterator[list[bool]]:
         """Take PoolExhausted for an answer where rows may not fit. The list is empty then."""
         has_room: list[bool] = []
-        free, needed = one.cache.stats().free_blocks, (0, 0)
+        used, needed = one.cache.stats().used_blocks, (0, 0)
         try:
             yield has_room
             has_room.append(True)
@@ -222,7 +222,7 @@ class LiveCaches:
         if not has_room:
             assert needed[0] > needed[1]
             assert not self.must_fit(one, tokens, rows)
-            assert free <= one.cache.stats().free_blocks
+            assert one.cache.stats().used_blocks <= used, "what was refused takes no block"
 
     def must_fit(self, one: Live, tokens: int, rows: int) -> bool:
         """Whether all rows of a pool would have room even if they shared no block."""

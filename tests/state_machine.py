@@ -277,6 +277,7 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
             other = Live(made, one.model.copy(), store)
             del self.live[MOST_CACHES - 1 :]
             self.live.append(other)
+        del one, there  # what was replaced has to be gone when blocks are counted
         self.touch(kind, self.live[-1])
 
     @rule(which=which_cache)
@@ -292,7 +293,6 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
                 one.cache.load_state_dict(saved)
             if has_room:
                 one.model = model.copy()
-            one.model.record_past = model.record_past
         self.touch("rewind", one)
 
     @precondition(lambda self: len(self.live) > 1)

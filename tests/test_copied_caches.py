@@ -10,6 +10,7 @@ import torch
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES
+from hf_paged_cache.errors import PoolExhausted
 from tests.models import shared_model
 from tests.quantised import NAMES, cache_of, states, update_all
 
@@ -80,3 +81,20 @@ def test_rows_that_leave_a_block_to_a_fork_take_what_was_in_it_along(name: str) 
         for layer, (keys, values) in zip(one.layers, before, strict=True):
             assert torch.equal(layer.keys[:, :, :2], keys)
             assert torch.equal(layer.values[:, :, :2], values)
+
+
+@pytest.mark.parametrize("name", LAYER_DTYPES)
+def test_a_cache_that_cannot_load_is_empty_and_holds_no_block(name: str) -> None:
+    """Layers with a window have room, and come first; those that keep all tokens have none."""
+    model = shared_model("gemma3")
+    cache, small = (cache_of(model, name, max_tokens=size) for size in (800, 100))
+    update_all(cache, *states(150, 2))
+    cache.activate_past_recording()
+    with pytest.raises(PoolExhausted, match="make the cache with a larger `max_tokens`"):
+        small.load_state_dict(cache.state_dict())
+    assert small.stats().used_blocks == 0
+    assert small.get_seq_length() == 0
+    small.check_integrity()
+    small.crop(0)
+    update_all(small, *states(30, 2))
+    small.check_integrity()
