@@ -28,7 +28,9 @@ test-oldest: $(OLDEST_VENV)/.ready
 	$(OLDEST_VENV)/bin/python -m pytest -n auto -m "not slow" tests/test_contract.py tests/test_parity.py \
 		tests/test_activation.py tests/test_compile.py tests/test_compile_limits.py tests/test_masks.py \
 		tests/test_quantised_parity.py tests/test_quantised_cache.py tests/test_guard.py tests/kernels/test_triton.py \
-		tests/kernels/test_triton_quantised.py
+		tests/kernels/test_triton_quantised.py tests/test_contract_table.py tests/test_architectures.py \
+		tests/test_zoo_subset.py tests/test_padding.py tests/test_padded_positions.py tests/test_fork.py \
+		$(wildcard tests/test_cases_*.py)
 	$(OLDEST_VENV)/bin/python -m hf_paged_cache.kernels.aot --targets sm_90
 
 check: $(VENV)/.ready

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eval.console import progress_bar
 from eval.errors import UsageError
 from eval.settings import Settings, resolve
 
@@ -83,7 +84,7 @@ def run(settings: Settings) -> bool:
     console.print(f"{loaded.source} on {loaded.device}, {settings.dtype}; {described['cpu']}")
     entries = [caches.CACHES[name] for name in settings.caches]
     results = []
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         batches = sum(-(-len(samples) // settings.batch_size) for samples in work.values())
         bar = progress.add_task("", total=batches * len(entries))
         for name, samples in work.items():
@@ -123,18 +124,6 @@ def _run_folder(settings: Settings) -> Path:
     except OSError as error:
         raise UsageError(f"cannot make the output folder {folder}: {error.strerror}") from error
     return folder
-
-
-def _progress(console: Any) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
 
 
 def main() -> None:

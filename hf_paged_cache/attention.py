@@ -326,8 +326,9 @@ def _paged(
     scale = kwargs.get("scaling")
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
     mask, causal = _pattern(implementation, module, q_tokens, mask, kwargs)
-    softcap = kwargs.get("softcap")
-    sinks = kwargs.get("s_aux")
+    # The host's sdpa knows neither; where it does not refuse them, prompts are computed without.
+    is_eager = implementation == "eager"
+    softcap, sinks = (kwargs.get(name) if is_eager else None for name in ("softcap", "s_aux"))
     fresh_keys, fresh_values = stored.fresh_keys, stored.fresh_values
     window = stored.group.window
     # One query reads its own K and V as they are stored. More are a prompt or a draft, and see each other in

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import Cache
 
-from . import compat
+from . import architectures, calls, compat
 from .attention import activate, watch
 from .compound import PagedHybridLayer, PagedHybridWindowLayer, PagedIndexedLayer
 from .config import PagedCacheConfig
@@ -111,11 +111,11 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             adaptive_threshold,
         )
         config, model = compat.resolve_config(config_or_model)
-        specs = compat.layer_specs(config)
-        order = compat.write_order(config, len(specs))
+        specs = architectures.layer_specs(config)
+        order = architectures.write_order(config, len(specs))
         paged = {index: specs[index][0] for index in order if specs[index][0].is_paged}
         _check_layers(settings, specs, paged)
-        self._state = CacheState(settings, paged, compat.max_positions(config))
+        self._state = CacheState(settings, paged, architectures.max_positions(config))
         self.layers: list[Any]
         Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
         self._num_layers = len(specs)
@@ -125,12 +125,12 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 index: getattr(layer, "host_part", None) or layer
                 for index, layer in enumerate(self.layers)
                 if not specs[index][0].is_paged or hasattr(layer, "host_part")
-                if specs[index][0].layer_type not in compat.EMPTY_LAYER_TYPES
+                if specs[index][0].layer_type not in architectures.EMPTY_LAYER_TYPES
             },
-            compat.fixed_layers(config) | compat.layers_without_indexer(config),
+            architectures.fixed_layers(config) | architectures.layers_without_indexer(config),
         )
-        self._state.chunk_fault = compat.chunk_fault(config)
-        self._state.has_outside_state = compat.has_outside_state(config)
+        self._state.chunk_fault = architectures.chunk_fault(config)
+        self._state.has_outside_state = architectures.has_outside_state(config)
         self._state.is_encoder_decoder = config.is_encoder_decoder
         is_all_paged = len(paged) == len(specs) and not self._hosts
         self._state.can_be_static = compile and is_all_paged and not config.is_encoder_decoder
@@ -141,9 +141,9 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def _make_layer(self, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
         if not spec.is_paged:
-            return compat.host_layer(spec.layer_type, kwargs)
-        part = compat.host_part(spec.layer_type, kwargs)
-        if part is not None and not compat.is_linear(part):
+            return architectures.host_layer(spec.layer_type, kwargs)
+        part = architectures.host_part(spec.layer_type, kwargs)
+        if part is not None and not architectures.is_linear(part):
             return PagedIndexedLayer(self._state, index, part)
         if spec.window is not None:
             return (
@@ -193,6 +193,11 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 self._hosts.select([0])
             raise
         return keys, values
+
+    def _settle(self) -> None:
+        """See to what an ended forward has left."""
+        self._hosts.settle()
+        self._state.settle()
 
     def _spread_rows(self, rows: int) -> None:
         """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
@@ -284,7 +289,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
                 prompt then, after what is cached.
         """
-        prompt, held = compat.drafts_feed_all_of(), self._num_tokens
+        prompt, held = calls.drafts_feed_all_of(), self._num_tokens
         if prompt is not None and held:
             raise CacheMismatchError(
                 f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "
@@ -334,7 +339,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     @property
     def batch_size(self) -> int:
         """Rows held, or -1 before the first update."""
-        self._state.settle()
+        self._settle()
         return self._num_rows or -1
 
     @property
@@ -362,7 +367,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def stats(self) -> CacheStats:
         """Counts of rows, tokens and blocks; of all caches that share the blocks, if this one was forked."""
-        self._state.settle()
+        self._settle()
         self._state.pull()
         self._state.layer_groups.collect()
         groups = self._state.groups
@@ -380,7 +385,12 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         )
 
     def memory_footprint(self) -> MemoryFootprint:
-        """Exact bytes of pools, tables, scratch, and of layers that are not paged."""
+        """Exact bytes of pools, tables, scratch, and of layers that are not paged.
+
+        Pools, and what is used of them, are those of all caches that share them.
+        """
+        self._settle()
+        self._state.layer_groups.collect()
         groups = self._state.groups
         return MemoryFootprint(
             pool_bytes=sum(group.pool_bytes for group in groups),
@@ -392,7 +402,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost, or counts, tables and layers disagree."""
-        self._state.settle()
+        self._settle()
         self._state.pull()
         self._state.check_integrity()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
 _GENERATION = "transformers.generation"
 _MARK = "__hf_paged_cache__"
@@ -31,14 +32,12 @@ class Place:
     Attributes:
         thread: Identifier of the thread.
         frame: Identity of the frame, or None: the thread as a whole.
-        code: What runs in it.
         mark: What was put beside the frame's local variables. The next call of the same function often gets
             the same memory, so identity alone would not tell them apart.
     """
 
     thread: int
     frame: int | None
-    code: CodeType | None
     mark: object = None
 
     @property
@@ -55,7 +54,7 @@ class Place:
         frame: FrameType | None = top
         while frame is not None:
             if id(frame) == self.frame:
-                return frame.f_code is self.code and frame.f_locals.get(_MARK) is self.mark
+                return frame.f_locals.get(_MARK) is self.mark
             frame = frame.f_back
         return False
 
@@ -143,6 +142,32 @@ def prompt_of(depth: int = 1) -> torch.Tensor | None:
     return _tensor_in(sys._getframe(depth + 1).f_locals, "input_ids")
 
 
+def drafts_feed_all_of(depth: int = 1) -> int | None:
+    """Tokens of the whole prompt, if the function `depth` frames up is the host's assisted decoding.
+
+    Its first forward feeds all ids that it was given, whatever the cache holds. That is right for new ids
+    alone, which come with a longer mask; then, and for any other function, the answer is None.
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)
+    if frame is not None and frame.f_code is EncoderDecoderCache.activate_past_recording.__code__:
+        frame = frame.f_back
+    if (
+        frame is None
+        or frame.f_code.co_name != "_assisted_decoding"
+        or not _module_of(frame).startswith(_GENERATION)
+    ):
+        return None
+    ids, given = _tensor_in(frame.f_locals, "input_ids"), frame.f_locals.get("model_kwargs", {})
+    name = "attention_mask" if given.get("encoder_outputs") is None else "decoder_attention_mask"
+    mask = _tensor_in(given, name)
+    if ids is None:
+        return None
+    tokens = int(ids.shape[1])
+    settings = frame.f_locals.get("generation_config")
+    masked = getattr(settings, "_mask_length", tokens) if mask is None else mask.shape[1]
+    return tokens if masked == tokens else None
+
+
 def _tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
     value = names.get(name)
     return value if isinstance(value, torch.Tensor) else None
@@ -163,6 +188,6 @@ def _module_of(frame: FrameType) -> str:
 
 def _place(thread: int, frame: FrameType | None) -> Place:
     if frame is None:
-        return Place(thread, None, None)
+        return Place(thread, None)
     # Names that the function does not have stay with its frame, and nobody else sees them.
-    return Place(thread, id(frame), frame.f_code, frame.f_locals.setdefault(_MARK, object()))
+    return Place(thread, id(frame), frame.f_locals.setdefault(_MARK, object()))

@@ -139,8 +139,8 @@ def attend(
         mask,
         mask is None and q_tokens > 1,
         updated.window if mask is None or q_tokens == 1 else None,  # a mask says it for each query
-        kwargs.get("softcap"),
-        kwargs.get("s_aux"),
+        kwargs.get("softcap") if is_eager else None,  # the host's sdpa knows neither
+        kwargs.get("s_aux") if is_eager else None,
     )
     return _or_nan_where_full(out, blocks)
 

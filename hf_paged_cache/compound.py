@@ -5,6 +5,7 @@ What a model reads and calls on such a layer for that something is passed on to 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -26,10 +27,21 @@ def _passed_on(name: str) -> property:
     return property(read, write, doc=f"`{name}` of the host part.")
 
 
-class _Linear:
-    """What a layer of linear attention or convolutions has beside K and V."""
+class _Compound:
+    """What all of these layers have: the object beside the blocks."""
 
     host_part: Any
+
+    def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
+        """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
+        twin: Any = super().of_fork(state, memo)  # type: ignore[misc]  # of the layer that this is mixed into
+        twin.host_part = copy.deepcopy(self.host_part, memo)
+        return twin  # type: ignore[no-any-return]
+
+
+class _Linear(_Compound):
+    """What a layer of linear attention or convolutions has beside K and V."""
+
     _state: CacheState
     # States are made by the model's first forward; there is nothing to prepare them from.
     supports_early_init = False
@@ -89,7 +101,7 @@ class PagedHybridWindowLayer(_Linear, PagedWindowLayer):  # type: ignore[overrid
         super().__init__(state, layer_idx, sliding_window)
 
 
-class PagedIndexedLayer(PagedLayer):  # type: ignore[no-untyped-call]
+class PagedIndexedLayer(_Compound, PagedLayer):  # type: ignore[no-untyped-call]
     """Sparse attention: K and V in blocks, with the keys and positions that choose what a query attends."""
 
     indexer_keys = _passed_on("indexer_keys")

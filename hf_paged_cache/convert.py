@@ -37,6 +37,7 @@ def copy_into(paged: Any, other: Cache) -> None:
                 paged.update(*states, index)
     if hasattr(other, "_state"):  # another paged cache, which may have left padding out
         paged._state.padding = other._state.padding.stored()
+        paged._state.history = other._state.history.copy()
     for mine, layer in _pairs(paged, other):
         host = mine if not isinstance(mine, PagedLayer) else getattr(mine, "host_part", None)
         source = getattr(layer, "host_part", layer)

@@ -104,6 +104,10 @@ class TokenHistory:
         self.count = 0
         self._put(ids[:, :length].detach().cpu().numpy(), 0, length)
 
+    def forget_prompt(self) -> None:
+        """What a prompt has told is of no forward but those of its `generate`."""
+        self._told = None
+
     def crop(self, count: int) -> None:
         """Forget all but the first tokens."""
         self.count = min(self.count, count)
@@ -111,7 +115,7 @@ class TokenHistory:
 
     def reorder(self, rows: list[int]) -> None:
         """Follow rows that were moved."""
-        if self.count:
+        if self.count and rows != list(range(self._ids.shape[0])):
             self._ids = self._ids[rows]
         self._told = None
 

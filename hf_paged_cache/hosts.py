@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from . import calls, compat
+from . import architectures, calls
 from .errors import CacheMismatchError, PagedCacheError
 from .state import CacheState
 from .undo import Undo
@@ -74,6 +74,12 @@ class HostParts:
 
     # --- forwards -------------------------------------------------------------------------------------------
 
+    @property
+    def rows_fed(self) -> int:
+        """Rows of ids of the forward in progress; 0 if it shows none."""
+        ids = None if self._call is None else self._call.input_ids
+        return 0 if ids is None else ids.shape[0]
+
     def enter(self, write: Hashable | None = None) -> None:
         """Note that the cache is used; if that is the first thing a forward does, save what it will change.
 
@@ -116,7 +122,7 @@ class HostParts:
     def check_begun(self, layer_idx: int, state_idx: int) -> None:
         """Raise CacheMismatchError if a convolution begins only now, and the cache holds a history."""
         part = self._parts.get(layer_idx)
-        if part is None or not compat.is_linear(part):
+        if part is None or not architectures.is_linear(part):
             return  # which the host says in its own words
         if self._end_before and not part.has_previous_state[state_idx]:
             raise CacheMismatchError(
@@ -131,7 +137,7 @@ class HostParts:
 
     def _save_into(self, undo: Undo) -> None:
         for part in self._parts.values():
-            undo.save(part, clone=compat.is_linear(part))
+            undo.save(part, clone=architectures.is_linear(part))
 
     def _is_complete(self, call: calls.ModelCall) -> bool:
         """Whether a forward that is over has reached every layer."""
@@ -175,9 +181,9 @@ class HostParts:
         if is_all or not tokens_to_remove:
             return
         for index, part in self._parts.items():
-            if compat.is_linear(part):
+            if architectures.is_linear(part):
                 self._check_linear_crop(index, part)
-            elif index not in self._fixed and not compat.can_crop(part):
+            elif index not in self._fixed and not architectures.can_crop(part):
                 raise PagedCacheError(_cannot_crop(index, f"a {type(part).__name__}, has no way back"))
             elif _is_past_window(part):
                 raise PagedCacheError(_must_record(index))
@@ -193,7 +199,7 @@ class HostParts:
             self.reset()
             return
         for index, part in self._parts.items():
-            if compat.is_linear(part):
+            if architectures.is_linear(part):
                 _crop_convolutions(part, tokens_to_remove)
             elif hasattr(part, "indexer_keys"):
                 _crop_indexer(part, tokens_to_remove)
@@ -228,10 +234,16 @@ class HostContract(DynamicCache):
         """Let one cached row go on as several, if that is what the tensors of so many rows mean."""
         raise AssertionError("a cache says itself how its rows are spread")
 
+    def _enter_read(self) -> None:
+        """What a forward reads before it writes may go straight into its arithmetic, so it has all rows."""
+        self._hosts.enter()
+        if self._hosts.rows_fed > 1:
+            self._spread_rows(self._hosts.rows_fed)
+
     @property
     def is_linear(self) -> list[bool]:
         """Which layers keep nothing but states of linear attention or convolutions."""
-        return [compat.is_linear(x) and not isinstance(x, CacheLayerMixin) for x in self.layers]
+        return [architectures.is_linear(x) and not isinstance(x, CacheLayerMixin) for x in self.layers]
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -291,19 +303,19 @@ class HostContract(DynamicCache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The last inputs of a convolution; None if there are none."""
-        self._hosts.enter()
+        self._enter_read()
         states: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return states
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """A recurrent state; None if there is none."""
-        self._hosts.enter()
+        self._enter_read()
         states: torch.Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
         return states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a layer that is not paged (the last one, if None) has a state."""
-        self._hosts.enter()
+        self._enter_read()  # up to transformers 5.17 they then read the state itself, past the methods
         return bool(super().has_previous_state(layer_idx, state_idx))
 
 
@@ -355,12 +367,12 @@ def _length(part: Any) -> int | None:
     """Tokens that an object has seen; None if it does not count them."""
     if hasattr(part, "indexer_keys"):
         return 0 if part.indexer_keys is None else int(part.indexer_keys.shape[1])
-    return None if compat.is_linear(part) else int(part.get_seq_length())
+    return None if architectures.is_linear(part) else int(part.get_seq_length())
 
 
 def _row_tensors(part: Any) -> list[torch.Tensor]:
     """The tensors of a part whose first dimension are the rows."""
-    if compat.is_linear(part):
+    if architectures.is_linear(part):
         found = [*part.conv_states.values(), *part.recurrent_states.values()]
     else:
         found = [getattr(part, name, None) for name in ("indexer_keys", "keys")]

@@ -42,9 +42,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
         twin = copy.copy(self)
         twin._state, twin._last_read = state, None
-        for name, value in vars(self).items():
-            if name == "host_part":
-                setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     # --- what attention calls -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import architectures, compat
 from .errors import CacheMismatchError
 from .lazy import LazyTensor, make_wrapper
 
@@ -141,7 +141,7 @@ def _check_length(kwargs: dict[str, Any]) -> None:
     mask, new = kwargs.get("attention_mask"), kwargs["q_length"]
     tokens = kwargs["kv_length"] + kwargs.get("kv_offset", 0)
     if mask is not None and mask.dim() == 2 and mask.shape[1] < tokens:
-        if compat.has_short_masks(kwargs.get("config")):
+        if architectures.has_short_masks(kwargs.get("config")):
             _warn_once()
             return
         raise CacheMismatchError(

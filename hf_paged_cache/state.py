@@ -157,7 +157,6 @@ class CacheState:
         self.check_chunk(new_tokens, is_warm=start > 0)
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and start and call is not None and call.is_generating:
-            self.give_back_rows()
             raise PagedCacheError(
                 f"generate(use_cache=False) would feed the whole text at every step, on top of the {start} "
                 "tokens that the cache holds. Leave `use_cache` away, or pass `cache.frozen()` to generate "
@@ -171,8 +170,9 @@ class CacheState:
         self._missing, self._is_read_only = len(self.tokens), is_read_only
         self._twins.begin(self.batch if not start and not self.is_static else 0)
         self._forward, self._is_open = None if call is None else call.forward, True
-        ids = None if call is None else call.input_ids
-        self.history.feed(start, self.step_end, self.batch, ids)
+        if call is None or not call.is_generating:
+            self.history.forget_prompt()
+        self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
 
     def take(self, call: ModelCall | None) -> None:
         """Let this thread use the cache, and see to what an ended forward has left.
@@ -334,8 +334,8 @@ class CacheState:
             self._groups.check_crop(num_tokens)
         except ValueError as error:
             raise PagedCacheError(
-                f"cannot crop to {num_tokens} tokens: {error}. Call `cache.activate_past_recording()` before "
-                "the forwards that may be rolled back"
+                f"cannot crop to {num_tokens} tokens: a window layer has given back what that length needs. "
+                "Call `cache.activate_past_recording()` before the forwards that may be rolled back"
             ) from error
 
     def reorder(self, row_indices: Sequence[int]) -> None:

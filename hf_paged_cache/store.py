@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .blocks import BlockManager, BlockPool
@@ -111,9 +110,6 @@ class Store:
         """An empty store: the copy of a cache brings its own blocks."""
         twin = memo[id(self)] = Store()
         return twin
-
-    def __reduce__(self) -> tuple[Callable[[], Store], tuple[()]]:
-        return Store, ()
 
     def section(self, window: int | None, num_blocks: int) -> Section:
         """The section of a window, made with so many blocks if there is none."""

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from . import compat, convert, snapshot
+from . import architectures, convert, snapshot
 from .errors import PagedCacheError
 from .hosts import HostParts
 from .state import CacheState
@@ -131,7 +131,7 @@ class CacheTools:
         Raises:
             PagedCacheError: There are too few, or forwards have shown others.
         """
-        state = self._settled("commit")
+        state = self._with_text("commit")
         state.history.commit(self._checked(input_ids), state.step_end)
 
     def truncate_to(self, input_ids: torch.Tensor) -> int:
@@ -150,7 +150,7 @@ class CacheTools:
             PagedCacheError: The ids of the cached tokens are not known, or a window layer no longer holds
                 what the shorter history needs.
         """
-        state = self._settled("truncate_to")
+        state = self._with_text("truncate_to")
         input_ids = self._checked(input_ids)
         if state.step_end and not state.history.count:
             raise PagedCacheError(
@@ -213,6 +213,16 @@ class CacheTools:
             raise PagedCacheError(f"{method}: a forward is in progress; call it when the model has returned")
         return state
 
+    def _with_text(self, method: str) -> CacheState:
+        """The state, where blocks say how many tokens are cached."""
+        state = self._settled(method)
+        if not state.tokens:
+            raise PagedCacheError(
+                f"{method}: no layer of this model keeps its tokens in blocks, so the cache does not know "
+                "its text; `cache.reset()` and feed the whole text"
+            )
+        return state
+
     def _movable(self, method: str) -> CacheState:
         """The state, where blocks are not tied to rows."""
         state = self._settled(method)
@@ -246,4 +256,4 @@ class CacheTools:
             return "layers with a window or a recurrent state do not hold all of the history"
         if any(group.dense is not None or any(group.formats.values()) for group in state.groups):
             return "moving the tokens behind would encode them a second time"
-        return compat.why_keys_have_positions(self._config)
+        return architectures.why_keys_have_positions(self._config)

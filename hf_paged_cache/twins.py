@@ -23,6 +23,8 @@ class Twins:
 
     def compare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Look at what a layer gets, `[batch, kv_heads, tokens, head_dim]`."""
+        if not self._is_like_previous:
+            return  # as at every decode step
         for states in (key_states[:, :, -1:], key_states, value_states):
             if not any(self._is_like_previous):
                 return

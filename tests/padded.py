@@ -7,9 +7,15 @@ from typing import Any
 import torch
 
 from hf_paged_cache import PagedCache, disable
-from tests.models import PAD, VOCAB, cache_kwarg, host_cache
+from tests.models import CASES, PAD, VOCAB, cache_kwarg, host_cache, shared_model
 
 BLOCK = 16
+DECODERS = [case.name for case in CASES if not case.is_encoder_decoder]
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    """The smallest model of `tests.models`."""
+    return shared_model("llama", dtype=dtype)
 
 
 def prompt(tokens: int, seed: int = 0) -> torch.Tensor:

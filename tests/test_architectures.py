@@ -13,7 +13,13 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, MllamaForCausalLM
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 
-from hf_paged_cache import CacheMismatchError, PagedCache, PagedCacheError, PoolExhausted
+from hf_paged_cache import (
+    CacheMismatchError,
+    PagedCache,
+    PagedCacheError,
+    PoolExhausted,
+    UnsupportedLayerError,
+)
 from hf_paged_cache.layer import PagedLayer
 
 from .models import VOCAB, _redraw, cache_kwarg
@@ -132,7 +138,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 NO_CHUNKS = ("mamba", "jamba", "recurrent-gemma")
 NEEDS_RESET = ("recurrent-gemma",)
-NAMES = [name for name, (config, _) in CONFIGS.items() if hasattr(transformers, config)]
+TELLS_RECURRENT_LAYERS = hasattr(transformers.RecurrentGemmaConfig(), "layer_types")
+"""Up to transformers 5.17 only its forward knows them."""
+NAMES = [
+    name
+    for name, (config, _) in CONFIGS.items()
+    if hasattr(transformers, config) and (TELLS_RECURRENT_LAYERS or name != "recurrent-gemma")
+]
 
 
 @cache
@@ -336,9 +348,11 @@ def test_an_interrupted_forward_is_taken_back(name: str, done: int, share: float
 
 
 def test_a_model_with_its_state_in_itself_asks_for_a_reset() -> None:
+    if not TELLS_RECURRENT_LAYERS:
+        with pytest.raises(UnsupportedLayerError, match="'recurrent_gemma' under transformers"):
+            paged(model_of("recurrent-gemma"))
+        return
     model, ids = model_of("recurrent-gemma"), prompt(24)
-    if not any(stock(model).is_linear):
-        pytest.skip("up to transformers 5.17 its states move on before it comes to the cache")
     cache = paged(model)
     step(model, ids[:, :20], cache)
     interrupt(model, ids[:, 20:21], cache, 1.0)
@@ -441,6 +455,42 @@ def test_a_recurrent_state_is_not_cropped() -> None:
     assert close(step(model, ids[:, 20:21], cache), step(model, ids[:, 20:21], other))
     cache.crop(-21)
     assert close(step(model, ids, cache), step(model, ids, stock(model)))
+
+
+def test_a_cache_without_blocks_says_that_it_does_not_know_its_text() -> None:
+    model, ids = model_of("mamba2"), prompt(24)
+    cache, other = paged(model), stock(model)
+    step(model, ids[:, :20], cache)
+    step(model, ids[:, :20], other)
+    for call in (cache.truncate_to, cache.commit):
+        with pytest.raises(PagedCacheError, match=r"no layer of this model keeps its tokens in blocks"):
+            call(ids)
+    assert close(step(model, ids[:, 20:21], cache), step(model, ids[:, 20:21], other))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "zamba2", "zaya", "nemotron-h"])
+def test_beams_and_samples_go_on_from_the_states_of_one_row(name: str) -> None:
+    if name not in NAMES:
+        pytest.skip("this version of transformers does not know the model")
+    model, ids = model_of(name), prompt(24)[:1]
+    cache, other = paged(model), stock(model)
+    step(model, ids[:, :20], cache)
+    rows = ids.repeat(3, 1)
+    step(model, rows[:, :20], other)
+    for start, end in ((20, 23), (23, 24)):
+        assert close(step(model, rows[:, start:end], cache), step(model, rows[:, start:end], other))
+
+
+def test_a_refused_generation_gives_rows_and_states_back() -> None:
+    model, ids = model_of("falcon-h1"), prompt(24)[:1]
+    cache, other = paged(model), stock(model)
+    step(model, ids[:, :20], cache)
+    step(model, ids[:, :20], other)
+    with pytest.raises(PagedCacheError, match="use_cache"):
+        model.generate(ids.repeat(3, 1), use_cache=False, max_new_tokens=2, **{cache_kwarg(): cache})
+    assert (cache.batch_size, cache.get_seq_length()) == (1, 20)
+    assert close(step(model, ids[:, 20:21], cache), step(model, ids[:, 20:21], other))
+    cache.check_integrity()
 
 
 @pytest.mark.skipif("deepseek-v3.2" not in NAMES, reason="this version of transformers has no such model")

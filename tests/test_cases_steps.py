@@ -14,6 +14,7 @@ from hf_paged_cache import CacheMismatchError, PagedCache, PoolExhausted
 from hf_paged_cache.formats import FORMATS
 from tests.chats import BLOCK, assert_sound, fill, generate, paged, prompt, reference
 from tests.models import shared_model
+from tests.threads import in_threads
 
 
 class _Stop(Exception):
@@ -140,24 +141,6 @@ def test_a_full_pool_in_the_middle_of_an_answer_leaves_all_layers_at_one_length(
 # --- threads ------------------------------------------------------------------------------------------------
 
 
-def _at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """What each job returns or raises."""
-    results: list[Any] = [None] * len(jobs)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = jobs[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 @pytest.mark.parametrize(
     ("name", "form", "new"),
     [("llama", "auto", 40), ("llama", "int8", 12), ("llama", "int4", 12), ("gemma3", "auto", 12)],
@@ -170,7 +153,7 @@ def test_four_threads_over_one_pool_say_what_each_says_alone(name: str, form: st
     said = [torch.cat((prefix, prompt(1, 2 + seed, seed=seed)), dim=1) for seed in range(4)]
     want = [generate(model, ids, base.fork(), new=new).tolist() for ids in said]
     forks = [base.fork() for _ in said]
-    got = _at_once(
+    got = in_threads(
         [lambda i=ids, c=fork: generate(model, i, c, new=new) for ids, fork in zip(said, forks, strict=True)]
     )
     assert [tokens.tolist() for tokens in got] == want

@@ -17,6 +17,7 @@ from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from tests.models import cache_kwarg, shared_model
 from tests.quantised import NAMES, cache_of, feed, ids, states, update_all
+from tests.threads import in_threads
 
 FORMATS = ("auto", *NAMES)
 MODELS = ("llama", "mistral", "gemma3")
@@ -237,24 +238,6 @@ def test_a_snapshot_that_does_not_fit_into_the_pool_is_refused() -> None:
 
 
 # --- threads ------------------------------------------------------------------------------------------------
-
-
-def in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """What each job returns or raises, all of them started at once."""
-    results: list[Any] = [None] * len(jobs)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = jobs[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -27,7 +27,7 @@ LAYERS = [
     ["state", "view", "compiled"],
     ["snapshot"],
     ["ownership"],
-    ["compat"],
+    ["architectures", "compat"],
     ["masks", "hosts"],
     ["layer", "attention"],
     ["compound", "convert"],

@@ -253,6 +253,9 @@ def test_a_cache_of_other_settings_is_taken_over() -> None:
     second = PagedCache.from_cache(first, model, block_size=16, kv_cache_dtype="int8")
     assert second.get_seq_length() == 40
     assert set(second.stats().layer_dtypes.values()) == {"int8"}
+    assert torch.equal(second.input_ids, first.input_ids)
+    with pytest.raises(CacheMismatchError, match="they differ at token 7"):
+        greedy(model, torch.cat((edited(ids(40), 7), ids(3)), dim=1), second)
     feed(model, second, ids(1))
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eval.console import write_results
 from eval.errors import UsageError
 
 EXIT_WRONG = 1
@@ -58,7 +59,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
 
     benches = registry.chosen(only)
     if json_file is not None:
-        _write(json_file, {})
+        write_results(json_file, "{}\n")
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     started_s = time.perf_counter()
@@ -80,7 +81,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
             "quick": quick,
             "results": [result.to_dict() for result in results],
         }
-        _write(json_file, document)
+        write_results(json_file, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     return results
 
 
@@ -95,13 +96,6 @@ def _backend() -> str:
     cache = PagedCache(config, max_tokens=64)
     cache.update(torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 64), 0)
     return str(cache.stats().backend)
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the results to {path}: {error.strerror}") from error
 
 
 def main() -> None:

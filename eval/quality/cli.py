@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eval.console import progress_bar, write_results
 from eval.errors import UsageError
 
 EXIT_MISSED = 1
@@ -82,7 +83,8 @@ def run(
 
     selected = schemes.chosen(only, quick=quick, defaults=defaults)
     if json_file is not None:
-        _write(json_file, "", mode="a")  # refused now and not after minutes; older results stay until then
+        # Refused now and not after minutes; older results stay until then.
+        write_results(json_file, "", mode="a")
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     described = environment.describe(torch.device("cpu"))
@@ -96,7 +98,7 @@ def run(
         taken = [scheme for scheme in selected if _belongs(scheme, key_offset, is_named=only is not None)]
         if not taken:
             continue
-        with _progress(console) as progress:
+        with progress_bar(console) as progress:
             bar = progress.add_task("key offset" if key_offset else "as it is", total=-(-tokens // chunk))
             comparison = protocol.run(
                 loaded.model,
@@ -120,7 +122,7 @@ def run(
             "protocol": {**vars(what), "source": loaded.source},
             "results": [result.to_dict() for result in results],
         }
-        _write(json_file, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_results(json_file, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         _draw(console, results, json_file.with_suffix(".png"))
     return results
 
@@ -139,26 +141,6 @@ def _draw(console: Any, results: list[Any], path: Path) -> None:
         console.print(f"{path.with_suffix('.json')} and {path.name} are written", highlight=False)
     else:
         console.print("no picture: pip install 'hf-paged-cache[plots]'", highlight=False, markup=False)
-
-
-def _progress(console: Any) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
-
-
-def _write(path: Path, content: str, mode: str = "w") -> None:
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(content)
-    except OSError as error:
-        raise UsageError(f"cannot write the results to {path}: {error.strerror}") from error
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eval.console import progress_bar, write_results
 from eval.errors import UsageError, check_choice
 
 EXIT_WRONG = 1
@@ -85,9 +86,10 @@ def run(
         with console.status("reading configs"):
             chosen = _of_kind(chosen, kind)
     if json_file is not None:
-        _write(json_file, "", mode="a")  # refused now and not after minutes; older results stay until then
+        # Refused now and not after minutes; older results stay until then.
+        write_results(json_file, "", mode="a")
     reports = []
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task("", total=len(chosen))
         for report in processes.reports(chosen, options, jobs=jobs, limit_s=limit_s, examine=examine):
             reports.append(report)
@@ -103,9 +105,9 @@ def run(
             "counts": groups.counts(reports),
             "types": [{"group": groups.group_of(report), **report.to_dict()} for report in reports],
         }
-        _write(json_file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        write_results(json_file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
         page = json_file.with_name("SUPPORT.md")
-        _write(page, support.page(reports, options, described))
+        write_results(page, support.page(reports, options, described))
         console.print(f"{json_file} and {page.name} are written", highlight=False)
     return reports
 
@@ -139,26 +141,6 @@ def _of_kind(entries: list[Any], kind: str) -> list[Any]:
     if not found:
         raise UsageError(f"none of the types has layers of kind {kind!r}")
     return found
-
-
-def _progress(console: Any) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-    )
-
-
-def _write(path: Path, content: str, mode: str = "w") -> None:
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(content)
-    except OSError as error:
-        raise UsageError(f"cannot write the results to {path}: {error.strerror}") from error
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
 from hf_paged_cache.blocks.dense import DenseBlocks, Moves, slots_per_row
 from hf_paged_cache.blocks.free_queue import FreeQueue
-from hf_paged_cache.blocks.manager import BlockManager, Reservation
+from hf_paged_cache.blocks.manager import BlockManager
 from hf_paged_cache.blocks.pool import BlockPool
+from hf_paged_cache.blocks.reservation import Reservation
 from hf_paged_cache.blocks.table import BlockTable
 
 __all__ = [

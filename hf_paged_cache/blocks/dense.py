@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK
-from hf_paged_cache.blocks.manager import BlockManager, Reservation
+from hf_paged_cache.blocks.manager import BlockManager
+from hf_paged_cache.blocks.reservation import Reservation
 
 
 def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:

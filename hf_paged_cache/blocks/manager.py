@@ -4,47 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
 from hf_paged_cache.blocks.pool import BlockPool
+from hf_paged_cache.blocks.reservation import Plan, Reservation
 from hf_paged_cache.blocks.table import BlockTable
 from hf_paged_cache.errors import PagedCacheError
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """Room for the tokens `start … end - 1` of every row.
-
-    Attributes:
-        start: First reserved token.
-        end: One past the last reserved token: the new length.
-        copies: (source, destination) block ids whose content must be copied before any new token is written.
-        changed_from: First logical block whose entry changed in some row's table, the new ones included; the
-            number of logical blocks where none changed.
-        needed_blocks: Blocks taken from the pool less those given back to it; may be negative.
-        blanks: Block ids whose content must be zero before any new token is written: a row was cropped to the
-            middle of a block that was not stored, because its tokens were padding.
-    """
-
-    start: int
-    end: int
-    copies: list[tuple[int, int]]
-    changed_from: int
-    needed_blocks: int
-    blanks: list[int] = field(default_factory=list)
-
-
-class _Plan(NamedTuple):
-    """What a reservation will do; the same logical blocks in every row, but for padding."""
-
-    dropped: list[int]  # logical blocks to release: they left the window
-    padded: list[int]  # of each row, leading logical blocks that hold nothing but padding: NULL in any case
-    first_new: int  # logical blocks that get an entry: NULL up to first_stored, then a block each
-    first_stored: int
-    end_blocks: int
-    needed_blocks: int
 
 
 class BlockManager:
@@ -331,7 +296,7 @@ class BlockManager:
 
     # --- helpers ------------------------------------------------------------------------------------------
 
-    def _plan(self, num_new_tokens: int, keep_history: bool, padding: Sequence[int]) -> _Plan:
+    def _plan(self, num_new_tokens: int, keep_history: bool, padding: Sequence[int]) -> Plan:
         if not self._tables:
             raise PagedCacheError("There are no rows to reserve tokens for. Call start(batch) first.")
         if num_new_tokens < 1:
@@ -349,7 +314,7 @@ class BlockManager:
         freed = sum(self.pool.ref_count(block_id) == rows for block_id, rows in released.items())
         taken = sum(max(0, end_blocks - max(first_stored, blocks)) for blocks in padded)
         taken += self._num_copies(padded, released)
-        return _Plan(dropped, padded, first_new, first_stored, end_blocks, taken - freed)
+        return Plan(dropped, padded, first_new, first_stored, end_blocks, taken - freed)
 
     def _padded_blocks(self, num_new_tokens: int, padding: Sequence[int]) -> list[int]:
         # A crop may have ended in the middle of a block that is not stored.
@@ -452,7 +417,7 @@ class BlockManager:
                 copies.append((source, destination))
         return copies, blanks
 
-    def _append(self, num_new_tokens: int, plan: _Plan) -> None:
+    def _append(self, num_new_tokens: int, plan: Plan) -> None:
         firsts = [min(max(plan.first_stored, blocks), plan.end_blocks) for blocks in plan.padded]
         wanted = sum(plan.end_blocks - first for first in firsts)
         block_ids = self.pool.allocate(wanted)

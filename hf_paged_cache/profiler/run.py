@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_paged_cache import compat
+from hf_paged_cache import architectures, compat
 from hf_paged_cache.attention import paged_attention
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 
@@ -188,7 +188,7 @@ def _check_model(model: object) -> None:
             f"this {config.model_type!r} model is an encoder-decoder, and profiles are of decoders that "
             "continue a prompt"
         )
-    if not any(spec.is_paged for spec, _ in compat.layer_specs(config)):
+    if not any(spec.is_paged for spec, _ in architectures.layer_specs(config)):
         raise UnsupportedLayerError(
             f"no layer of this {config.model_type!r} model keeps K and V in blocks, so there is nothing to "
             "profile"
