@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import Cache
 
-from . import architectures, calls, compat
+from . import architectures, calls, compat, traced
 from .attention import activate, watch
 from .compound import PagedHybridLayer, PagedHybridWindowLayer, PagedIndexedLayer
 from .config import PagedCacheConfig
@@ -21,11 +21,14 @@ from .formats import DEFAULT_GROUP_SIZE
 from .hosts import HostContract, HostParts
 from .kernels import dispatch
 from .layer import PagedLayer, PagedWindowLayer, refuse_to_move
+from .lazy import dense
+from .ownership import check_model
 from .precision import Precision
 from .spec import LayerSpec
 from .state import CacheState
 from .stats import CacheStats, MemoryFootprint
 from .tools import CacheTools
+from .view import PagedView
 
 
 class PagedCache(CacheTools, DeprecatedReads, HostContract):
@@ -138,6 +141,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         self._model = None if model is None else weakref.ref(model)
         activate(config_or_model)
         self._state.is_attended = watch(config_or_model)
+        self._number = traced.register(self)
 
     def _make_layer(self, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
         if not spec.is_paged:
@@ -183,6 +187,10 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 f"layer {layer_idx}: this cache was made for a model with {self._num_layers} layers; make a "
                 "new PagedCache(model) for this one. Layers appended to `cache.layers` cannot be used"
             )
+        if torch.compiler.is_compiling() and self._is_traced(key_states, value_states, layer_idx):
+            visible = self.layers[layer_idx].num_visible(key_states.shape[2])
+            keys, values = traced.update(key_states, value_states, self._number, layer_idx, visible)
+            return keys, values
         if self._hosts:
             self._hosts.enter(("kv", layer_idx))
         self._spread_rows(key_states.shape[0])
@@ -193,6 +201,24 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 self._hosts.select([0])
             raise
         return keys, values
+
+    def update_in_graph(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for a graph that the user has compiled: dense K and V in memory of their own."""
+        keys, values = self.update(key_states, value_states, layer_idx)
+        if isinstance(keys, PagedView):
+            check_model(calls.current().model, keys.stored)
+        return _apart(dense(keys), key_states), _apart(dense(values), value_states)
+
+    def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
+        """Whether a step that is being compiled calls an operator for a layer: it has no backward."""
+        wants_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        return (
+            isinstance(self.layers[layer_idx], PagedLayer)
+            and not wants_grad
+            and not self._state.would_be_static(key_states.device)
+        )
 
     def _settle(self) -> None:
         """See to what an ended forward has left."""
@@ -415,6 +441,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         for name, value in vars(self).items():
             setattr(twin, name, copy.deepcopy(value, memo) if name != "_config" else value)
         twin._state.forget_user()
+        twin._number = traced.register(twin)
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -432,6 +459,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             for layer in self.layers
         ]
         twin._hosts = copy.deepcopy(self._hosts, memo)
+        twin._number = traced.register(twin)
         return twin
 
     def _paged_layers(self) -> list[PagedLayer]:
@@ -461,6 +489,11 @@ def _unpickle(
     cache = kind(config, **settings)
     cache.load_state_dict(state_dict)
     return cache
+
+
+def _apart(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and not the tensor that came: an operator must not return what it was given."""
+    return stored.clone(memory_format=torch.contiguous_format) if stored is new else stored.contiguous()
 
 
 def _check_layers(

@@ -21,6 +21,8 @@ from transformers.cache_utils import EncoderDecoderCache
 
 _GENERATION = "transformers.generation"
 _MARK = "__hf_paged_cache__"
+UPDATE_IN_GRAPH = "update_in_graph"
+"""The method by which a compiled forward reaches a cache."""
 _FRAMES_TO_THE_MODULE = 6
 """A layer, a cache, a pair of caches, and what may be wrapped around them."""
 
@@ -64,8 +66,10 @@ class ModelCall:
     """What the stack says of the call that brings K and V.
 
     Attributes:
-        forward: The forward of the innermost model of the host; a place without a frame if there is none.
+        forward: The forward of the innermost model of the host, or what was compiled with that forward in it;
+            a place without a frame if there is none.
         root: The outermost call of the host around it: `generate`, or the forward itself.
+        model: Whose forward it is, if that shows.
         use_cache: What that forward was told; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
             it has none that its answer depends on.
@@ -77,6 +81,7 @@ class ModelCall:
 
     forward: Place
     root: Place
+    model: PreTrainedModel | None
     use_cache: bool | None
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
@@ -93,7 +98,8 @@ def current() -> ModelCall:
     thread = threading.get_ident()
     inner: FrameType | None = None
     root: FrameType | None = None
-    is_generating = False
+    graph: FrameType | None = None
+    is_generating = is_in_graph = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
@@ -101,14 +107,22 @@ def current() -> ModelCall:
             inner, root = inner or frame, frame
         elif name == "generate" and _module_of(frame).startswith(_GENERATION):
             root, is_generating = frame, True
+        elif name == UPDATE_IN_GRAPH and _is_ours(frame):
+            is_in_graph = True
+        elif is_in_graph and graph is None and _is_written_by_people(frame):
+            graph = frame
         frame = frame.f_back
-    told = {} if inner is None else inner.f_locals
+    model, told = (None, {}) if inner is None else (inner.f_locals.get("self"), inner.f_locals)
+    if inner is None and graph is not None:
+        inner, root = graph, root or graph
+        model, told = _given_to(graph)
     use_cache = told.get("use_cache")
     # Falcon takes positions, and with ALiBi has no use for them.
     has_positions = told.get("alibi") is None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
+        model if isinstance(model, PreTrainedModel) else None,
         use_cache if isinstance(use_cache, bool) else None,
         _tensor_in(told, "position_ids") if has_positions else None,
         _tensor_in(told, "attention_mask"),
@@ -180,6 +194,36 @@ def _belongs_to_model(frame: FrameType) -> bool:
         owner: Any = frame.f_locals.get("self")
         known = _is_model_forward[code] = isinstance(owner, PreTrainedModel)
     return known
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _module_of(frame).startswith(__name__.partition(".")[0])
+
+
+def _is_written_by_people(frame: FrameType) -> bool:
+    """Whether it is no function of ours, of torch, or made by a compiler."""
+    name = _module_of(frame)
+    return bool(name) and name.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+
+
+def _given_to(frame: FrameType) -> tuple[Any, dict[str, Any]]:
+    """The model and the named arguments that a function around its forward was called with.
+
+    A forward of the host has several such functions around it; compiled, only the outermost is seen to run.
+    """
+    names = frame.f_locals
+    args, told = names.get("args", ()), dict(names.get("kwargs", ()))
+    if "self" in names:
+        args = (names["self"], *args)
+    if not (args and isinstance(args[0], PreTrainedModel)):
+        return None, {}
+    model, *rest = args
+    if rest:
+        told.setdefault(model.main_input_name, rest[0])
+    if model.config.is_encoder_decoder:
+        for name in ("input_ids", "attention_mask", "position_ids"):
+            told[name] = told.get(f"decoder_{name}")
+    return model, told
 
 
 def _module_of(frame: FrameType) -> str:

@@ -88,6 +88,7 @@ class HostParts:
                 more means the next round. None for a read.
         """
         if torch.compiler.is_compiling():
+            self._enter_between_graphs(write)
             return
         if self._call is not None and self._goes_on(self._call, write):
             self._done.add(write)
@@ -99,6 +100,11 @@ class HostParts:
         self._call, self._done, self._end_before = call, {write}, self._state.step_end
         self._state.undo.clear()
         self._save_into(self._state.undo)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
+    def _enter_between_graphs(self, write: Hashable | None) -> None:
+        """What a graph changes in these objects could not be put back if the forward fails."""
+        self.enter(write)
 
     def settle(self) -> None:
         """Close the books of the last forward if it is over: take it back if it was interrupted."""

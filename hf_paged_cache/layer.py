@@ -118,6 +118,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 check_owner(module, stored)
         return stored.views()
 
+    def num_visible(self, new_tokens: int) -> int:
+        """Tokens that attention sees when so many new ones are added."""
+        tokens = self._state.tokens[self.layer_idx]
+        return tokens - self._first_visible(tokens) + new_tokens
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next forward of `query_length` tokens will attend."""
         if query_length == 0:
@@ -240,9 +245,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """See to what an ended forward has left; a compiled step cannot look at the stack."""
-        if self._state.is_open and not torch.compiler.is_compiling():
-            self._state.settle()
+        """See to what an ended forward has left."""
+        if self._state.is_open:
+            if torch.compiler.is_compiling():
+                self._settle_between_graphs()
+            else:
+                self._state.settle()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
+    def _settle_between_graphs(self) -> None:
+        """A graph cannot look at the stack. It is broken only after a forward that has failed."""
+        self._state.settle()
 
     def _first_visible(self, tokens: int) -> int:
         """First stored token that a query after `tokens` tokens attends."""

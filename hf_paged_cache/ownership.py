@@ -38,6 +38,42 @@ def check_owner(module: torch.nn.Module, stored: StoredKV) -> None:
     stored.group.owners[stored.layer_idx] = Owner(weakref.ref(module), fingerprint)
 
 
+def check_model(model: torch.nn.Module | None, stored: StoredKV) -> None:
+    """As `check_owner`, where only the model is known that calls: its graph does not show the module.
+
+    Args:
+        model: The model whose forward is running; None if it is not known.
+        stored: What a layer of it reads. A module becomes the owner if it is the only one for that layer.
+
+    Raises:
+        CacheMismatchError: Other weights computed them. The step in progress is taken back.
+    """
+    if model is None:
+        return
+    references = _modules_of(model).get(stored.layer_idx, [])
+    modules = [module for module in (reference() for reference in references) if module is not None]
+    owner = stored.group.owners.get(stored.layer_idx)
+    if len(modules) > 1 and (owner is None or owner.fingerprint in map(_fingerprint, modules)):
+        return
+    if modules:
+        check_owner(modules[0], stored)
+
+
+_Modules = dict[int, list[weakref.ref[torch.nn.Module]]]
+_modules: weakref.WeakKeyDictionary[torch.nn.Module, _Modules] = weakref.WeakKeyDictionary()
+
+
+def _modules_of(model: torch.nn.Module) -> _Modules:
+    """Layer index -> modules that have it."""
+    if model not in _modules:
+        found = _modules[model] = {}
+        for module in model.modules():
+            layer_idx = getattr(module, "layer_idx", None)
+            if isinstance(layer_idx, int):
+                found.setdefault(layer_idx, []).append(weakref.ref(module))
+    return _modules[model]
+
+
 def _fingerprint(module: torch.nn.Module) -> tuple[Any, ...]:
     """Shapes and a few values of a module's parameters: equal for copies, not for other weights."""
     found: list[Any] = []

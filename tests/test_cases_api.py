@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree
 from transformers import DynamicCache
 
-from hf_paged_cache import PagedCache, PagedCacheError
+from hf_paged_cache import PagedCache, PagedCacheError, disable
 from hf_paged_cache.formats import FORMATS
 from tests.chats import (
     AT_EDGES,
@@ -193,23 +193,25 @@ def test_generate_does_not_try_to_compile_over_a_cache_that_is_not_static(
     assert not cache.is_compileable
 
 
-@pytest.mark.slow  # some 30 s of tracing
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_a_forward_that_the_user_compiled_says_what_the_plain_one_says(name: str) -> None:
-    """Case 75. In pieces around each layer's update: 12 to 18 graphs, and no more when the context grows."""
-    model, cache, stock = shared_model(name), paged(name), host_cache(shared_model(name))
+@pytest.mark.parametrize(
+    ("name", "form"), [("llama", "auto"), ("llama", "int4"), ("gemma3", "auto"), ("gpt2", "int8")]
+)
+def test_a_forward_that_the_user_compiled_has_three_graphs_at_most(name: str, form: str) -> None:
+    """Case 75. 40 steps, over the edges of blocks and windows: what the plain forward says."""
+    model = shared_model(name)
+    caches = [paged(name, kv_cache_dtype=form) for _ in range(2)]
+    if form != "auto":
+        disable(model)  # a graph takes dense tensors, in which a token sees itself unrounded
     torch._dynamo.reset()
     counter = CompileCounter()
     forward = torch.compile(model.forward, dynamic=True, backend=counter)
-    counts = []
     with torch.no_grad():
-        for step in range(20):
+        for step in range(40):
             ids = prompt(2, BLOCK + 4 if not step else 1, seed=step)
-            got, want = forward(ids, **given(cache)).logits, fill(model, stock, ids)
+            got, want = forward(ids, **given(caches[0])).logits, fill(model, caches[1], ids)
             assert (got - want).abs().max() <= 1e-4 * want.abs().max(), step
-            counts.append(counter.frame_count)
-    assert_sound(cache, BLOCK + 23)
-    assert counts[-1] == counts[4]
+    assert_sound(caches[0], BLOCK + 43)
+    assert counter.frame_count <= 3
 
 
 @pytest.mark.parametrize("form", ["auto", "int8"])

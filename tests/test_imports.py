@@ -18,7 +18,7 @@ LAYERS = [
     ["config", "spec", "stats"],
     ["blocks"],
     ["precision", "kernels"],
-    ["memory", "lazy", "guard", "faults", "calls", "history", "deprecated", "undo", "twins"],
+    ["memory", "lazy", "traced", "guard", "faults", "calls", "history", "deprecated", "undo", "twins"],
     ["kv_pool", "padding", "usage"],
     ["tables", "store"],
     ["group", "capacity"],

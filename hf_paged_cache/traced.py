@@ -1,0 +1,63 @@
+"""How a forward that the user has compiled updates a cache that is not static: one operator for each layer.
+
+To the compiler it is one opaque call, so that a forward stays in one graph. What it changes is no tensor of
+the graph; how far the cache had come is known when a forward begins, and shows in the shapes of the results.
+"""
+
+# No `from __future__ import annotations` here: the schema is read from the annotations.
+import itertools
+import weakref
+from typing import Protocol
+
+import torch
+
+
+class Traceable(Protocol):
+    """A cache that graphs can name."""
+
+    def update_in_graph(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new K and V of one layer; return all that its attention may see, in memory of their own."""
+
+
+# The compiler takes 0 and 1 for constants, and would make a graph for each.
+_numbers = itertools.count(2)
+_caches: weakref.WeakValueDictionary[int, Traceable] = weakref.WeakValueDictionary()
+
+
+def register(cache: Traceable) -> int:
+    """A number by which graphs name a cache. A copy of a cache needs one of its own."""
+    number = next(_numbers)
+    _caches[number] = cache
+    return number
+
+
+@torch.library.custom_op("hf_paged_cache::update", mutates_args=())
+def update(
+    key_states: torch.Tensor, value_states: torch.Tensor, cache: int, layer_idx: int, visible: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write new K and V of one layer of a cache; return all that its attention may see.
+
+    Args:
+        key_states: `[batch, kv_heads, new tokens, head_dim]`.
+        value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
+        cache: What `register` gave.
+        layer_idx: Index of the layer.
+        visible: Tokens that the results hold.
+
+    Returns:
+        K `[batch, kv_heads, visible, head_dim]` and V.
+    """
+    return _caches[cache].update_in_graph(key_states, value_states, layer_idx)
+
+
+@update.register_fake
+def _(
+    key_states: torch.Tensor, value_states: torch.Tensor, cache: int, layer_idx: int, visible: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (batch, heads, _, head_dim), v_head_dim = key_states.shape, value_states.shape[3]
+    return (
+        key_states.new_empty(batch, heads, visible, head_dim),
+        value_states.new_empty(batch, heads, visible, v_head_dim),
+    )
