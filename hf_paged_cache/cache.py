@@ -188,9 +188,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 "new PagedCache(model) for this one. Layers appended to `cache.layers` cannot be used"
             )
         if torch.compiler.is_compiling() and self._is_traced(key_states, value_states, layer_idx):
-            visible = self.layers[layer_idx].num_visible(key_states.shape[2])
-            keys, values = traced.update(key_states, value_states, self._number, layer_idx, visible)
-            return keys, values
+            return self.layers[layer_idx].update_traced(key_states, value_states, self._number)  # type: ignore[no-any-return]
         if self._hosts:
             self._hosts.enter(("kv", layer_idx))
         self._spread_rows(key_states.shape[0])
@@ -203,12 +201,20 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         return keys, values
 
     def update_in_graph(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `update`, for a graph that the user has compiled: dense K and V in memory of their own."""
+        held = self._state.tokens[layer_idx]
+        if held != start:
+            raise CacheMismatchError(
+                f"layer {layer_idx} holds {held} tokens per row, and the compiled forward goes on from "
+                f"{start}: the cache was changed in between. Compile the model's forward alone, and change "
+                "the cache outside"
+            )
         keys, values = self.update(key_states, value_states, layer_idx)
-        if isinstance(keys, PagedView):
-            check_model(calls.current().model, keys.stored)
+        model = calls.current().model
+        if isinstance(keys, PagedView) and model is not None:
+            check_model(model(), keys.stored)
         return _apart(dense(keys), key_states), _apart(dense(values), value_states)
 
     def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:

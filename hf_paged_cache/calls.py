@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -69,7 +70,7 @@ class ModelCall:
         forward: The forward of the innermost model of the host, or what was compiled with that forward in it;
             a place without a frame if there is none.
         root: The outermost call of the host around it: `generate`, or the forward itself.
-        model: Whose forward it is, if that shows.
+        model: Whose forward it is, if that shows and it still lives.
         use_cache: What that forward was told; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
             it has none that its answer depends on.
@@ -81,7 +82,7 @@ class ModelCall:
 
     forward: Place
     root: Place
-    model: PreTrainedModel | None
+    model: weakref.ref[PreTrainedModel] | None
     use_cache: bool | None
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
@@ -122,7 +123,7 @@ def current() -> ModelCall:
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
-        model if isinstance(model, PreTrainedModel) else None,
+        weakref.ref(model) if isinstance(model, PreTrainedModel) else None,
         use_cache if isinstance(use_cache, bool) else None,
         _tensor_in(told, "position_ids") if has_positions else None,
         _tensor_in(told, "attention_mask"),

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from . import calls, compiled
+from . import calls, compiled, traced
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
@@ -118,10 +118,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 check_owner(module, stored)
         return stored.views()
 
-    def num_visible(self, new_tokens: int) -> int:
-        """Tokens that attention sees when so many new ones are added."""
-        tokens = self._state.tokens[self.layer_idx]
-        return tokens - self._first_visible(tokens) + new_tokens
+    def update_traced(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, cache: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for a forward that is being compiled; `cache` is what `traced.register` gave."""
+        tokens = self._state.tokens
+        start, end = tokens[self.layer_idx], tokens[self.layer_idx] + key_states.shape[2]
+        visible = end - self._first_visible(start)
+        keys, values = traced.update(key_states, value_states, cache, self.layer_idx, start, visible)
+        tokens[self.layer_idx] = end  # the compiler does not see that the operator does it
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next forward of `query_length` tokens will attend."""
@@ -245,12 +251,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """See to what an ended forward has left."""
-        if self._state.is_open:
-            if torch.compiler.is_compiling():
-                self._settle_between_graphs()
-            else:
-                self._state.settle()
+        """See to what an ended forward has left; steps over static rows are compiled whole, and refuse."""
+        if not self._state.is_open:
+            return
+        if not torch.compiler.is_compiling():
+            self._state.settle()
+        elif not self._state.is_static:
+            self._settle_between_graphs()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
     def _settle_between_graphs(self) -> None:

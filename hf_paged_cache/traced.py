@@ -16,7 +16,7 @@ class Traceable(Protocol):
     """A cache that graphs can name."""
 
     def update_in_graph(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new K and V of one layer; return all that its attention may see, in memory of their own."""
 
@@ -35,7 +35,7 @@ def register(cache: Traceable) -> int:
 
 @torch.library.custom_op("hf_paged_cache::update", mutates_args=())
 def update(
-    key_states: torch.Tensor, value_states: torch.Tensor, cache: int, layer_idx: int, visible: int
+    key_states: torch.Tensor, value_states: torch.Tensor, cache: int, layer_idx: int, start: int, visible: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V of one layer of a cache; return all that its attention may see.
 
@@ -44,17 +44,18 @@ def update(
         value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
         cache: What `register` gave.
         layer_idx: Index of the layer.
+        start: Tokens per row before.
         visible: Tokens that the results hold.
 
     Returns:
         K `[batch, kv_heads, visible, head_dim]` and V.
     """
-    return _caches[cache].update_in_graph(key_states, value_states, layer_idx)
+    return _caches[cache].update_in_graph(key_states, value_states, layer_idx, start)
 
 
 @update.register_fake
 def _(
-    key_states: torch.Tensor, value_states: torch.Tensor, cache: int, layer_idx: int, visible: int
+    key_states: torch.Tensor, value_states: torch.Tensor, cache: int, layer_idx: int, start: int, visible: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (batch, heads, _, head_dim), v_head_dim = key_states.shape, value_states.shape[3]
     return (

@@ -127,6 +127,25 @@ def test_a_compiled_forward_of_padded_rows() -> None:
     cache.check_integrity()
 
 
+def test_several_forwards_in_one_compiled_function_follow_each_other() -> None:
+    model, counter = shared_model("gemma3"), CompileCounter()
+    cache, stock = paged("gemma3"), host_cache(model)
+
+    @torch.compile(dynamic=True, backend=counter)
+    def steps(ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+        found = [model(part, **given(cache)).logits for part in ids.split(4, dim=1)]
+        return torch.cat(found, dim=1), cache.get_seq_length()
+
+    for seed in range(3):
+        ids = prompt(2, 12, seed=seed)
+        got, length = steps(ids)
+        want = torch.cat([fill(model, stock, part) for part in ids.split(4, dim=1)], dim=1)
+        assert close(got, want)
+        assert length == cache.get_seq_length() == 12 * (seed + 1)
+    assert counter.frame_count <= 3
+    assert_sound(cache, 36)
+
+
 def test_a_compiled_forward_of_an_encoder_decoder() -> None:
     model, ids = shared_model("bart"), prompt(2, 9)
     forward, counter = compiled(model)
