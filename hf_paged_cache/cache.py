@@ -453,6 +453,10 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """As the config, the settings and `state_dict()`; the model is not part of it."""
         settings = {field.name: getattr(self._state.config, field.name) for field in fields(PagedCacheConfig)}
+        if settings["max_tokens"] is not None:
+            # Forks may have enlarged the pool, and this cache have gone on into that room.
+            per_row = -(-self._num_tokens // settings["block_size"]) * settings["block_size"]
+            settings["max_tokens"] = max(settings["max_tokens"], self._num_rows * per_row)
         return _unpickle, (type(self), self._config, settings, self.state_dict())
 
     def _with_state(self, state: CacheState) -> Self:

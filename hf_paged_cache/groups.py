@@ -174,6 +174,7 @@ class LayerGroups:
             if start + new_tokens > group.capacity_tokens:
                 raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
             return
+        group.section.collect()  # first: a block that only a dropped cache shares need not be copied
         needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history, padding=padding)
         if self.provide(group, needed):
             return

@@ -137,6 +137,17 @@ def test_a_pool_that_grows_takes_all_its_caches_along() -> None:
     cache.check_integrity()
 
 
+def test_a_cache_that_went_on_into_the_room_of_a_fork_can_be_pickled() -> None:
+    model = shared_model("llama")
+    cache = PagedCache(model, block_size=16, max_tokens=64)
+    feed(model, cache, ids(40, 1))
+    cache.fork()
+    feed(model, cache, ids(40, 1, seed=1))
+    twin = pickle.loads(pickle.dumps(cache))
+    assert twin.get_seq_length() == 80
+    assert torch.equal(twin.layers[2].keys + 0, cache.layers[2].keys + 0)
+
+
 def test_a_frozen_reader_leaves_no_trace() -> None:
     model = shared_model("mistral")
     cache = PagedCache(model, block_size=16)
