@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Self
 
@@ -13,18 +13,16 @@ from transformers.cache_utils import Cache
 
 from . import architectures, calls, compat, traced
 from .attention import activate, watch
-from .compound import PagedHybridLayer, PagedHybridWindowLayer, PagedIndexedLayer
 from .config import PagedCacheConfig
 from .deprecated import DeprecatedReads
-from .errors import CacheMismatchError, PagedCacheError, UnsupportedLayerError
+from .errors import CacheMismatchError, PagedCacheError
 from .formats import DEFAULT_GROUP_SIZE
 from .hosts import HostContract, HostParts
 from .kernels import dispatch
-from .layer import PagedLayer, PagedWindowLayer, refuse_to_move
+from .layer import PagedLayer, refuse_to_move
+from .layer_stack import check_layers, make_layer
 from .lazy import dense
 from .ownership import check_model
-from .precision import Precision
-from .spec import LayerSpec
 from .state import CacheState
 from .stats import CacheStats, MemoryFootprint
 from .tools import CacheTools
@@ -117,10 +115,11 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         specs = architectures.layer_specs(config)
         order = architectures.write_order(config, len(specs))
         paged = {index: specs[index][0] for index in order if specs[index][0].is_paged}
-        _check_layers(settings, specs, paged)
+        check_layers(settings, specs, paged)
         self._state = CacheState(settings, paged, architectures.max_positions(config))
         self.layers: list[Any]
-        Cache.__init__(self, layers=[self._make_layer(index, *spec) for index, spec in enumerate(specs)])
+        layers = [make_layer(self._state, index, *spec) for index, spec in enumerate(specs)]
+        Cache.__init__(self, layers=layers)
         self._num_layers = len(specs)
         self._hosts = HostParts(
             self._state,
@@ -142,20 +141,6 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         activate(config_or_model)
         self._state.is_attended = watch(config_or_model)
         self._number = traced.register(self)
-
-    def _make_layer(self, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
-        if not spec.is_paged:
-            return architectures.host_layer(spec.layer_type, kwargs)
-        part = architectures.host_part(spec.layer_type, kwargs)
-        if part is not None and not architectures.is_linear(part):
-            return PagedIndexedLayer(self._state, index, part)
-        if spec.window is not None:
-            return (
-                PagedWindowLayer(self._state, index, spec.window)
-                if part is None
-                else PagedHybridWindowLayer(self._state, index, spec.window, part)
-            )
-        return PagedLayer(self._state, index) if part is None else PagedHybridLayer(self._state, index, part)
 
     # --- the contract of transformers.Cache -----------------------------------------------------------------
 
@@ -504,25 +489,3 @@ def _unpickle(
 def _apart(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Contiguous, and not the tensor that came: an operator must not return what it was given."""
     return stored.clone(memory_format=torch.contiguous_format) if stored is new else stored.contiguous()
-
-
-def _check_layers(
-    settings: PagedCacheConfig, specs: Sequence[tuple[LayerSpec, object]], paged: dict[int, LayerSpec]
-) -> None:
-    """Raise if settings name layers that are not paged, or heads do not fit a format."""
-    sizes = settings.group_size if isinstance(settings.group_size, Mapping) else {}
-    for argument, named in (("layer_dtypes", settings.layer_dtypes), ("group_size", sizes)):
-        for index in named:
-            if index >= len(specs):
-                raise PagedCacheError(
-                    f"{argument} names layer {index}, but the model has layers 0…{len(specs) - 1}"
-                )
-            if index not in paged:
-                raise UnsupportedLayerError(
-                    f"{argument} names layer {index}, which is of kind {specs[index][0].layer_type!r} and "
-                    f"keeps no K and V per token; the layers that do are {sorted(paged)}"
-                )
-    for index, form in Precision.of(settings, paged, 0).formats.items():
-        head_dim = paged[index].head_dim
-        if form is not None and head_dim is not None:
-            form.bind(settings.block_size, head_dim, head_dim)

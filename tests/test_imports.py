@@ -31,7 +31,7 @@ LAYERS = [
     ["masks", "hosts"],
     ["layer", "attention"],
     ["compound", "convert"],
-    ["tools"],
+    ["layer_stack", "tools"],
     ["cache"],
     ["profiler"],
 ]
