@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from . import architectures, calls, compat, traced
 from .attention import activate, watch
+from .compound import PagedIndexedLayer
 from .config import PagedCacheConfig
 from .deprecated import DeprecatedReads
 from .errors import CacheMismatchError, PagedCacheError
@@ -23,6 +24,7 @@ from .layer import PagedLayer, refuse_to_move
 from .layer_stack import check_layers, make_layer
 from .lazy import dense
 from .ownership import check_model
+from .rows import as_count, as_rows
 from .state import CacheState
 from .stats import CacheStats, MemoryFootprint
 from .tools import CacheTools
@@ -140,7 +142,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         self._model = None if model is None else weakref.ref(model)
         activate(config_or_model)
         self._state.is_attended = watch(config_or_model)
-        self._number = traced.register(self)
+        self._introduce()
 
     # --- the contract of transformers.Cache -----------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
         if self._hosts:
-            self._hosts.enter()
+            self._enter_read()
         length: Any = super().get_seq_length(layer_idx)
         if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
             return length  # type: ignore[no-any-return]
@@ -269,7 +271,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 history.
         """
         if self._hosts:
-            self._hosts.enter()
+            self._enter_read()
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         return length, offset
 
@@ -292,7 +294,8 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         """
         state = self._settled("crop")
         tokens = self._num_tokens
-        count = compat.tokens_to_remove(tokens_to_remove, tokens)
+        number = as_count("crop", "tokens_to_remove", tokens_to_remove)
+        count = compat.tokens_to_remove(number, tokens)
         is_all = count >= tokens > 0
         state.check_crop(count)
         self._hosts.check_crop(count, is_all=is_all)
@@ -317,7 +320,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
-        self._take_rows(beam_idx.tolist())
+        self._take_rows(as_rows("reorder_cache", "beam_idx", beam_idx, self._num_rows, may_be_mask=False))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Give every row `repeats` copies beside each other, by reference."""
@@ -329,14 +332,8 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
         self._settled("batch_select_indices")
-        chosen = torch.as_tensor(indices)
-        if chosen.dtype == torch.bool and self._num_rows not in (0, chosen.numel()):
-            raise PagedCacheError(
-                f"a boolean mask of rows must have one entry for each of the {self._num_rows} rows, got "
-                f"{chosen.numel()}"
-            )
-        chosen = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
-        self._take_rows([int(row) for row in chosen.tolist()])
+        batch = self._num_rows
+        self._take_rows(as_rows("batch_select_indices", "indices", indices, batch, may_be_mask=True))
 
     def reset(self) -> None:
         """Forget everything; pools stay allocated, and the next batch may have another size."""
@@ -432,7 +429,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         for name, value in vars(self).items():
             setattr(twin, name, copy.deepcopy(value, memo) if name != "_config" else value)
         twin._state.forget_user()
-        twin._number = traced.register(twin)
+        twin._introduce()
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -454,8 +451,21 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             for layer in self.layers
         ]
         twin._hosts = copy.deepcopy(self._hosts, memo)
-        twin._number = traced.register(twin)
+        twin._introduce()
         return twin
+
+    def _introduce(self) -> None:
+        """Tell those of it who find a cache by other ways than its name."""
+        self._number = traced.register(self)
+        reference = weakref.ref(self)
+
+        def announce() -> None:
+            if (cache := reference()) is not None:
+                cache._enter_read()
+
+        for layer in self.layers:
+            if isinstance(layer, PagedIndexedLayer):
+                layer.announce_reads_to(announce)
 
     def _paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]

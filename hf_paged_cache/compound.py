@@ -6,6 +6,7 @@ What a model reads and calls on such a layer for that something is passed on to 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,12 +106,28 @@ class PagedIndexedLayer(_Compound, PagedLayer):  # type: ignore[no-untyped-call]
     """Sparse attention: K and V in blocks, with the keys and positions that choose what a query attends."""
 
     indexer_keys = _passed_on("indexer_keys")
-    indexer_position_ids = _passed_on("indexer_position_ids")
     is_indexer_initialized = _passed_on("is_indexer_initialized")
 
     def __init__(self, state: CacheState, layer_idx: int, host_part: Any) -> None:
         super().__init__(state, layer_idx)
         self.host_part = host_part
+        self._announce: Callable[[], None] | None = None
+
+    def announce_reads_to(self, announce: Callable[[], None]) -> None:
+        """Call a function before the positions are read, which models do before anything else."""
+        self._announce = announce
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions `[dims, batch, tokens]` of all tokens, where a model keeps them."""
+        if self._announce is not None:
+            self._announce()
+        positions: torch.Tensor | None = self.host_part.indexer_position_ids
+        return positions
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, value: torch.Tensor | None) -> None:
+        self.host_part.indexer_position_ids = value
 
     def lazy_initialization_indexer(self, indexer_key_states: torch.Tensor) -> None:
         """Prepare for indexer keys like these."""

@@ -35,6 +35,10 @@ def copy_into(paged: Any, other: Cache) -> None:
         for index, states in enumerate(found):
             if states is not None:
                 paged.update(*states, index)
+        for index, (mine, layer) in enumerate(_pairs(paged, other)):
+            if found[index] is not None and isinstance(mine, PagedWindowLayer):
+                manager = paged._state.group_of(index).manager
+                manager.first_held = max(manager.first_held, mine.get_seq_length() - layer.keys.shape[2])
     if hasattr(other, "_state"):  # another paged cache, which may have left padding out
         paged._state.padding = other._state.padding.stored()
         paged._state.history = other._state.history.copy()

@@ -70,6 +70,22 @@ class TokenHistory:
             )
         self._told = ids.detach().cpu().numpy()
 
+    def check_restart(self, ids: torch.Tensor | None) -> None:
+        """Raise if new ids `[rows, tokens]` begin as the cached text does: they would be fed once more.
+
+        Raises:
+            CacheMismatchError: They do.
+        """
+        if ids is None or not self.count or ids.shape[0] != self._ids.shape[0]:
+            return
+        if (ids[:, 0].detach().cpu().numpy() == self._ids[:, 0]).all():
+            raise CacheMismatchError(
+                f"the decoder would be fed a text from its beginning ({ids.shape[1]} tokens), after the "
+                f"{self.count} that are cached. `reset()` both caches of the pair for another source; to go "
+                "on, pass `decoder_input_ids` with all tokens and a `decoder_attention_mask` as long, or new "
+                "ids alone"
+            )
+
     def shared_prefix(self, ids: torch.Tensor) -> int:
         """How many leading tokens of all rows agree with ids `[rows, tokens]`."""
         length = min(self.count, ids.shape[1])

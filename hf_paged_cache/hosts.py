@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from . import architectures, calls
 from .errors import CacheMismatchError, PagedCacheError
 from .state import CacheState
+from .uncounted import UncountedText
 from .undo import Undo
 
 logger = logging.getLogger("hf_paged_cache")
@@ -39,6 +40,7 @@ class HostParts:
         self._call: calls.ModelCall | None = None
         self._done: set[Hashable] = set()
         self._end_before = 0
+        self._text = UncountedText()
         self._empty = Undo()
         self._save_into(self._empty)
 
@@ -97,6 +99,14 @@ class HostParts:
         call = calls.current()
         if call.forward.frame is None and write is None:
             return
+        self._state.check_lost()
+        if call.use_cache is False and call.is_generating and self.batch:
+            raise PagedCacheError(
+                "generate(use_cache=False) would feed the whole text at every step, on top of what the cache "
+                "holds. Leave `use_cache` away, or pass `cache.frozen()` to generate without changing this "
+                "cache"
+            )
+        self._text.begin(call, is_warm=bool(self.batch), is_counted=bool(self._state.tokens))
         self._call, self._done, self._end_before = call, {write}, self._state.step_end
         self._state.undo.clear()
         self._save_into(self._state.undo)
@@ -107,15 +117,17 @@ class HostParts:
         self.enter(write)
 
     def settle(self) -> None:
-        """Close the books of the last forward if it is over: take it back if it was interrupted."""
+        """Close the books of the last forward if it is over: take it back if it failed, or only read."""
         call = self._call
         if call is None or (call.forward.frame is not None and call.forward.is_running()):
             return
         self._call = None
-        if self._is_complete(call):
-            self._state.undo.clear()
-            return
-        logger.warning("the last forward did not reach every layer of the cache, so it is taken back")
+        if call.use_cache is not False:
+            if self._is_complete(call):
+                self._state.undo.clear()
+                return
+            logger.warning("the last forward did not reach every layer of the cache, so it is taken back")
+        self._text.take_back()
         if self._state.step_end > self._end_before:
             self._state.abort_step()
         else:
@@ -176,6 +188,7 @@ class HostParts:
     def select(self, rows: Sequence[int]) -> None:
         """Make the rows copies of the given old rows; their number may change."""
         index = torch.tensor(rows)
+        self._text.select(rows)
         for part in self._parts.values():
             if hasattr(part, "indexer_keys"):
                 _select_in_indexer(part, index)
@@ -215,6 +228,7 @@ class HostParts:
     def reset(self) -> None:
         """Make all of them as they were at first. What the host's own `reset` leaves varies by version."""
         self._call = None
+        self._text = UncountedText()
         self._state.undo.clear()
         self._empty.restore()
         self._save_into(self._empty)
@@ -258,6 +272,7 @@ class HostContract(DynamicCache):
         Raises:
             AttributeError: There are none.
         """
+        self._enter_read()
         positions: torch.Tensor | None = getattr(self._hosts.indexer, "indexer_position_ids", None)
         if positions is None:
             raise AttributeError("this cache holds no positions of an indexer")

@@ -144,6 +144,7 @@ def _restore_group(
             free_blocks=group.manager.pool.num_free,
             block_size=group.block_size,
         )
+    group.manager.first_held = part["first_held"]
     slots = group.adopt_dense(part["dense_columns"], [ids[n] for n in part["dense_ids"]])
     group.set_guarded(set(part["layers"]) - set(part["unguarded"]))
     for layer_idx, tensors in part["layers"].items():
@@ -187,6 +188,7 @@ def _take_group(group: LayerGroup) -> dict[str, Any]:
         "window": group.window,
         "tables": [[new_ids[block_id] for block_id in table.ids] for table in group.manager.tables],
         "padding": [table.num_padding for table in group.manager.tables],
+        "first_held": group.manager.first_held,
         "dense_ids": [new_ids[block_id] for block_id in slots],
         "dense_columns": [] if dense is None else list(dense.columns),
         "unguarded": [index for index in group.claimed if group.is_unguarded(index)],

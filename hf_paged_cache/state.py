@@ -97,6 +97,7 @@ class CacheState:
         self._twins = Twins()
         self._rows_before: int | None = None  # rows before the step spread them over more
         self._forward: Place | None = None  # that opened it, if known
+        self._root: Place | None = None  # the call of the host that the last step was part of
         self._usage = Usage()
         self._is_read_only = False
 
@@ -146,11 +147,7 @@ class CacheState:
         call = None if torch.compiler.is_compiling() else calls.current()
         self.take(call)
         start, new_tokens = self.tokens[layer_idx], key_states.shape[2]
-        if self.is_lost:
-            raise CacheMismatchError(
-                "a forward failed after recurrent states had moved on that this model keeps in itself, and "
-                "nobody can take those back; call `cache.reset()` and start from the prompt"
-            )
+        self.check_lost()
         if new_tokens == 0:
             raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
         self._check_in_step(layer_idx, start)
@@ -162,6 +159,10 @@ class CacheState:
                 "tokens that the cache holds. Leave `use_cache` away, or pass `cache.frozen()` to generate "
                 "without changing this cache"
             )
+        if call is not None and call.root != self._root:
+            if start and call.is_generating and self.is_encoder_decoder and not self._is_cross:
+                self.history.check_restart(call.input_ids)
+            self._root = call.root
         with self._groups.store.lock:
             keep_history = self.record_past or is_read_only
             self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
@@ -173,6 +174,15 @@ class CacheState:
         if call is None or not call.is_generating:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
+
+    def check_lost(self) -> None:
+        """Raise CacheMismatchError if a forward has moved states on that nobody can take back."""
+        if self.is_lost:
+            raise CacheMismatchError(
+                "a forward failed, or was only to read, after recurrent states had moved on that this model "
+                "keeps in itself, and nobody can take those back; call `cache.reset()` and start from the "
+                "prompt"
+            )
 
     def take(self, call: ModelCall | None) -> None:
         """Let this thread use the cache, and see to what an ended forward has left.
@@ -396,7 +406,7 @@ class CacheState:
 
     def forget_user(self) -> None:
         """Belong to no thread and no forward, as a copy does."""
-        self._forward = self._noted = None
+        self._forward = self._noted = self._root = None
         self._usage, self._twins = Usage(), Twins()
 
     def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:

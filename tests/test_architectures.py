@@ -457,6 +457,66 @@ def test_a_recurrent_state_is_not_cropped() -> None:
     assert close(step(model, ids, cache), step(model, ids, stock(model)))
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_RESET])
+def test_a_forward_without_use_cache_leaves_what_lies_outside_blocks(name: str, rows: int) -> None:
+    model, ids = model_of(name), prompt(24)[:1]
+    cache, other = paged(model), stock(model)
+    for held in (cache, other):
+        step(model, ids[:, :20], held)
+    for _ in range(2):
+        with torch.no_grad():
+            model(input_ids=ids[:, 3:4].repeat(rows, 1), use_cache=False, **{cache_name(model): cache})
+        assert cache.batch_size in (-1, 1)
+    assert close(step(model, ids[:, 20:21], cache), step(model, ids[:, 20:21], other))
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", NEEDS_RESET)
+def test_a_model_that_moved_its_own_state_in_a_look_asks_for_a_reset(name: str) -> None:
+    if name not in NAMES:
+        pytest.skip("this version of transformers does not tell its layers")
+    model, ids = model_of(name), prompt(24)[:1]
+    cache = paged(model)
+    step(model, ids[:, :20], cache)
+    with torch.no_grad():
+        model(input_ids=ids[:, 3:4], use_cache=False, **{cache_name(model): cache})
+    with pytest.raises(CacheMismatchError, match=r"call `cache\.reset\(\)`"):
+        step(model, ids[:, 20:21], cache)
+
+
+@pytest.mark.skipif("qwen4-exp" not in NAMES, reason="this version of transformers has no such model")
+@pytest.mark.parametrize("copied", [lambda cache: cache, PagedCache.fork, copy.deepcopy])
+def test_positions_of_an_indexer_follow_rows_and_failures(copied: Any) -> None:
+    model, ids = model_of("qwen4-exp"), prompt(24)[:1]
+    cache, other = paged(model), stock(model)
+    step(model, ids[:, :20], cache)
+    step(model, ids[:, :20].repeat(3, 1), other)
+    cache = copied(cache)
+    for start, end in ((20, 23), (23, 24)):
+        told = {"position_ids": torch.arange(start, end).expand(3, -1), "use_cache": True}
+        new = ids[:, start:end].repeat(3, 1)
+        with torch.no_grad():
+            handle = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(input_ids=new, **told, **{cache_kwarg(): cache})
+            handle.remove()
+            got, want = (model(input_ids=new, **told, **{cache_kwarg(): c}).logits for c in (cache, other))
+        assert close(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_whole_prompt_is_not_fed_again_where_no_layer_counts_tokens(rows: int) -> None:
+    model, ids = model_of("mamba2"), prompt(24)[:rows]
+    cache = paged(model)
+    said = generated(model, ids, cache)
+    with pytest.raises(CacheMismatchError, match="Pass the new ids alone"):
+        generated(model, torch.cat((said, ids[:, :3]), dim=1), cache)
+    new = torch.cat((said[:, -1:], ids[:, :3]), dim=1)
+    want = generated(model, torch.cat((said, ids[:, :3]), dim=1), stock(model))
+    assert torch.equal(generated(model, new, cache)[:, 4:], want[:, said.shape[1] + 3 :])
+
+
 def test_a_cache_without_blocks_says_that_it_does_not_know_its_text() -> None:
     model, ids = model_of("mamba2"), prompt(24)
     cache, other = paged(model), stock(model)

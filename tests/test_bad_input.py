@@ -403,6 +403,14 @@ def test_writing_through_a_view_is_refused() -> None:
             r"non-empty selection",
         ),
         (lambda cache: cache.reorder_cache(torch.tensor([0, 5])), r"selection of 0…1 .* got \[0, 5\]"),
+        (lambda cache: cache.reorder_cache(torch.tensor([True, False])), r"beam_idx must be one dimension"),
+        (lambda cache: cache.reorder_cache(torch.tensor(1)), r"beam_idx must be one dimension"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([[True], [False]])), r"got shape \(2, 1\)"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1.9, 0.0])), r"of torch.float32"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1, 0], dtype=torch.uint8)), r"torch.uint8"),
+        (lambda cache: cache.batch_select_indices(None), r"indices must be one dimension .* got None"),
+        (lambda cache: cache.crop(None), r"tokens_to_remove must be a whole number, got None"),
+        (lambda cache: cache.crop(-1.0), r"tokens_to_remove must be a whole number, got -1.0"),
     ],
 )
 def test_wrong_rows_are_refused(call: Any, message: str) -> None:

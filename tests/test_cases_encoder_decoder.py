@@ -68,3 +68,21 @@ def test_a_bare_cache_for_an_encoder_decoder_is_refused_with_the_pair_to_use(
     got = generate(model, prompt(1, tokens), pair, new=5)
     disable(model)
     assert got.tolist() == model.generate(prompt(1, tokens), max_new_tokens=5, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_a_second_answer_after_the_first_is_refused_and_a_continued_one_is_right(name: str) -> None:
+    """Case 59. The decoder's start token alone would be read as what comes next."""
+    model, source = shared_model(name), prompt(1, 9)
+    pair = EncoderDecoderCache(PagedCache(model, block_size=BLOCK), PagedCache(model, block_size=BLOCK))
+    said = generate(model, source, pair, new=6)
+    for ids in (source, prompt(1, 9, seed=1)):
+        with pytest.raises(CacheMismatchError, match="fed a text from its beginning"):
+            generate(model, ids, pair, new=6)
+    more = {"decoder_input_ids": said, "decoder_attention_mask": torch.ones_like(said)}
+    got = generate(model, source, pair, new=6, **more)
+    disable(model)
+    want = model.generate(source, decoder_input_ids=said, max_new_tokens=6, do_sample=False)
+    assert got.tolist() == want.tolist()
+    pair.reset()
+    assert generate(model, source, pair, new=6).tolist() == said.tolist()

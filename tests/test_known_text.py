@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -244,6 +246,25 @@ def test_conversions_are_exact_in_both_directions(case: str, length: int) -> Non
     assert torch.equal(got[0], got[2])
     torch.testing.assert_close(got[1], got[0], atol=2e-5, rtol=1e-4)
     paged.check_integrity()
+
+
+@pytest.mark.parametrize("case", ["mistral", "gemma3"])
+def test_what_a_window_had_dropped_before_a_conversion_is_not_cropped_to(case: str) -> None:
+    model, tokens = shared_model(case), ids(40)
+    stock, first = DynamicCache(config=model.config), PagedCache(model, block_size=16)
+    for held in (stock, first):
+        feed(model, held, tokens[:, :20])  # type: ignore[arg-type]
+    for source in (stock, first):
+        cache = PagedCache.from_cache(source, model, block_size=16)
+        for copied in (cache, cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            with pytest.raises(PagedCacheError, match="cannot crop to 19 tokens"):
+                copied.crop(-1)
+            assert copied.get_seq_length() == 20
+    feed(model, cache, tokens[:, 20:])
+    cache.reset()
+    feed(model, cache, tokens[:, :20])
+    cache.crop(-1)  # what it stored itself is all there
+    assert cache.get_seq_length() == 19
 
 
 def test_a_cache_of_other_settings_is_taken_over() -> None:

@@ -41,6 +41,8 @@ class BlockManager:
 
     Attributes:
         pool: The blocks. Others may share blocks of it, then `check_integrity` wants their ids.
+        first_held: First token that is what a forward stored. Those before it in its block are not: they came
+            from somebody who had dropped them.
         version: Bumped by whatever takes content away from a row or gives it other content: `crop`,
             `reorder`, `reset`, and a `reserve` or `release_outside_window` that releases blocks. Not by
             appending, nor by copy-on-write (the content stays equal; `Reservation.changed_from` tells of the
@@ -59,7 +61,7 @@ class BlockManager:
         self.pool = BlockPool(num_blocks) if pool is None else pool
         self.block_size = block_size
         self.window = window
-        self.version = 0
+        self.version = self.first_held = 0
         self._tables: list[BlockTable] = []
         self._num_sealed = 0  # leading logical blocks that need no look when full blocks are sealed
         self._fullest = 0  # the row with the least padding: what it does not store left the window
@@ -218,6 +220,7 @@ class BlockManager:
         twin = BlockManager(self.pool.num_blocks, self.block_size, self.window, pool=self.pool)
         twin._tables = [table.fork() for table in self._tables]
         twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
+        twin.first_held = self.first_held
         self.pool.share([block_id for table in twin._tables for block_id in table.stored_ids()])
         return twin
 
@@ -254,7 +257,7 @@ class BlockManager:
     def apart(self) -> BlockManager:
         """The same rows and ids over a pool of their own, in which nobody else holds a block."""
         twin = BlockManager(self.pool.num_blocks, self.block_size, self.window)
-        twin.version = self.version
+        twin.version, twin.first_held = self.version, self.first_held
         twin._tables = [table.fork() for table in self._tables]
         twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
         twin.pool = self.pool.restricted_to(table.ids for table in self._tables)
@@ -272,7 +275,7 @@ class BlockManager:
         release = self.pool.release_later if later else self.pool.release
         release(block_ids)
         self._tables = []
-        self._num_sealed = 0
+        self._num_sealed = self.first_held = 0
         self.version += 1
 
     def check_integrity(self, other_tables: Iterable[Iterable[int]] = ()) -> None:
@@ -436,7 +439,8 @@ class BlockManager:
     def _require_history(self, num_tokens: int) -> None:
         first_needed = self._first_needed(num_tokens)
         table, end = self._tables[self._fullest], -(-num_tokens // self.block_size)
-        if NULL_BLOCK in table.ids[max(first_needed // self.block_size, table.num_padding) : end]:
+        stored = table.ids[max(first_needed // self.block_size, table.num_padding) : end]
+        if NULL_BLOCK in stored or first_needed < self.first_held:
             raise PagedCacheError(
                 f"Cannot crop to {num_tokens} tokens: history was released. The window of {self.window}"
                 f" tokens needs {first_needed}…{num_tokens - 1}, and not all of them are stored any more."
