@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from . import compat, compiled, masks
-from .errors import PagedCacheError
 from .kernels import dispatch
 from .kernels.prefill import MAX_DECODE_TOKENS, attend_with_history
 from .kernels.problem import Attention
@@ -234,11 +233,7 @@ def _attend(
         # The host's function on the tensors of this forward: to the bit what it computes without us.
         return None
     if kwargs.get("dropout") and module.training:
-        stored.state.abort_step()
-        raise PagedCacheError(
-            "attention dropout over a PagedCache with history is not supported in training; call "
-            "`model.eval()`, set `attention_dropout` to 0, or train without a cache"
-        )
+        return None  # the kernels have none
     if not _is_servable(implementation, query, stored, mask, kwargs):
         return None
     if implementation == "eager" and not _is_trusted(module, query, stored, mask, kwargs):

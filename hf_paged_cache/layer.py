@@ -63,7 +63,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             **kwargs: Ignored.
 
         Returns:
-            K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when touched.
+            K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when touched; dense tensors
+            where a gradient is wanted.
 
         Raises:
             CacheMismatchError: Shape, dtype or device do not fit what the cache holds, or there are no new
@@ -116,6 +117,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             module = calls.updating_module(self.layer_idx)
             if module is not None:
                 check_owner(module, stored)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return stored.dense()  # below a view the gradient of these tokens would be lost
         return stored.views()
 
     def update_traced(

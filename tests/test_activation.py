@@ -28,6 +28,7 @@ from transformers import (
 from hf_paged_cache import PagedCache, PagedCacheError, disable, enable, paged_attention
 from hf_paged_cache.attention import NAME_PREFIX
 from hf_paged_cache.compat import _eager_functions
+from tests.models import CASES, by_name, host_cache
 
 SIZES = {
     "vocab_size": 97,
@@ -297,15 +298,35 @@ def test_an_eager_function_of_a_models_own_is_found_out_layer_by_layer(
     _eager_functions.clear()
 
 
-def test_dropout_over_history_in_training_is_refused() -> None:
-    model = llama(attention_dropout=0.5)
+@pytest.mark.parametrize("grad", [False, True])
+def test_dropout_over_history_in_training_is_that_of_the_hosts_attention(grad: bool) -> None:
+    model = llama(attention_dropout=0.5).train()
     ids, _ = padded_ids()
-    cache = PagedCache(model, block_size=16)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model.train()
-        with pytest.raises(PagedCacheError, match=r"dropout .*model\.eval\(\)"):
-            model(ids[:, :1], past_key_values=cache)
+    found = []
+    for cache in (DynamicCache(config=model.config), PagedCache(model, block_size=16)):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(grad):
+            model(ids, past_key_values=cache)
+            found.append(model(ids[:, :1], past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("is_paged", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize("name", [case.name for case in CASES if not case.is_encoder_decoder])
+def test_gradients_are_those_of_the_hosts_own_cache(name: str, is_paged: bool) -> None:
+    model, ids = by_name(name).build().requires_grad_(), padded_ids()[0]
+    found = []
+    for cache in (host_cache(model), PagedCache(model, block_size=16)):
+        if not is_paged:
+            disable(model)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        model.zero_grad()
+        model(ids[:, :3], past_key_values=cache).logits.square().sum().backward()
+        found.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for key, want in found[0].items():
+        torch.testing.assert_close(found[1][key], want, rtol=1e-3, atol=1e-4 * float(want.abs().max() + 1e-6))
 
 
 def test_something_that_is_no_model_is_refused() -> None:
