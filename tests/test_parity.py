@@ -109,7 +109,7 @@ def _next_turn(
     """What was said so far, and a new question. An encoder-decoder gets both on the decoder's side."""
     said = torch.cat((output, _ids(len(output), new_tokens, seed=5)), dim=1)
     if case.is_encoder_decoder:
-        return inputs | {"decoder_input_ids": said}
+        return inputs | {"decoder_input_ids": said, "decoder_attention_mask": torch.ones_like(said)}
     mask = inputs["attention_mask"]
     return {
         "input_ids": said,
