@@ -23,7 +23,8 @@ from .kernels import dispatch
 from .layer import PagedLayer, refuse_to_move
 from .layer_stack import check_layers, make_layer
 from .lazy import dense
-from .ownership import check_model
+from .masks import check_length
+from .ownership import check_model, check_prompt_of
 from .rows import as_count, as_rows
 from .state import CacheState
 from .stats import CacheStats, MemoryFootprint
@@ -198,10 +199,13 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 f"{start}: the cache was changed in between. Compile the model's forward alone, and change "
                 "the cache outside"
             )
+        call = None if self._state.is_open else calls.current()
+        if call is not None and (self._state.has_masks or not self._state.is_encoder_decoder):
+            # A graph that the host made masks in does not show how long they were.
+            check_length(call.attention_mask, start, key_states.shape[2], self._config)
         keys, values = self.update(key_states, value_states, layer_idx)
-        model = calls.current().model
-        if isinstance(keys, PagedView) and model is not None:
-            check_model(model(), keys.stored)
+        if isinstance(keys, PagedView) and call is not None and call.model is not None:
+            check_model(call.model(), keys.stored)
         return _apart(dense(keys), key_states), _apart(dense(values), value_states)
 
     def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
@@ -236,7 +240,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             return length  # type: ignore[no-any-return]
         return compat.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
 
-    def _meet_prompt(self, tokens: int, ids: torch.Tensor | None) -> int:
+    def _meet_prompt(self, tokens: int, ids: torch.Tensor | None, model: torch.nn.Module | None) -> int:
         """How many of the tokens of a prompt are left to feed.
 
         A prompt that is all cached has its last token computed again. Raises CacheMismatchError if it is
@@ -253,6 +257,8 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         if ids is not None and ids.shape[1] == tokens:
             state.history.check_prompt(ids)
         if tokens == held and held:
+            for group in state.groups:
+                check_prompt_of(model, group, held)
             try:
                 self.crop(-1)
             except (PagedCacheError, RuntimeError) as error:

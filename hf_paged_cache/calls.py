@@ -8,11 +8,13 @@ loop that calls `cache.update` itself) nothing is known, and the cache goes by t
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -152,9 +154,11 @@ def updating_module(layer_idx: int) -> torch.nn.Module | None:
     return None
 
 
-def prompt_of(depth: int = 1) -> torch.Tensor | None:
-    """The `input_ids` `[batch, tokens]` of the function that is `depth` frames up; None if it has none."""
-    return _tensor_in(sys._getframe(depth + 1).f_locals, "input_ids")
+def prompt_of(depth: int = 1) -> tuple[torch.Tensor | None, torch.nn.Module | None]:
+    """`input_ids` `[batch, tokens]` of the function `depth` frames up, and its model; None if it has none."""
+    told = sys._getframe(depth + 1).f_locals
+    model = told.get("self")
+    return _tensor_in(told, "input_ids"), model if isinstance(model, torch.nn.Module) else None
 
 
 def drafts_feed_all_of(depth: int = 1) -> int | None:
@@ -219,12 +223,18 @@ def _given_to(frame: FrameType) -> tuple[Any, dict[str, Any]]:
     if not (args and isinstance(args[0], PreTrainedModel)):
         return None, {}
     model, *rest = args
-    if rest:
-        told.setdefault(model.main_input_name, rest[0])
+    arguments = _arguments_of(type(model).forward)
+    told = dict.fromkeys(arguments) | dict(zip(arguments, rest, strict=False)) | told
     if model.config.is_encoder_decoder:
         for name in ("input_ids", "attention_mask", "position_ids"):
             told[name] = told.get(f"decoder_{name}")
     return model, told
+
+
+@cache
+def _arguments_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of what a forward takes, in order."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _module_of(frame: FrameType) -> str:

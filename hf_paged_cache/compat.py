@@ -63,13 +63,15 @@ class CachedLength(int):
     wrong tokens; and nothing says that the prompt begins with what is cached.
 
     Attributes:
-        meet: Given the tokens of a prompt and its ids, if there are any: how many to feed.
+        meet: Given the tokens of a prompt, its ids and the model, if they are known: how many to feed.
     """
 
-    meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None], int]]
+    meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]]
 
     def __new__(
-        cls, tokens: int, meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None], int]]
+        cls,
+        tokens: int,
+        meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]],
     ) -> CachedLength:
         """A length of so many tokens."""
         length = super().__new__(cls, tokens)
@@ -80,7 +82,7 @@ class CachedLength(int):
         meet = self.meet()
         if meet is None or not calls.is_generation(depth=1):
             return int(other) - int(self)
-        return meet(int(other), calls.prompt_of(depth=1))
+        return meet(int(other), *calls.prompt_of(depth=1))
 
     def __hash__(self) -> int:
         return int.__hash__(self)

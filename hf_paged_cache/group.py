@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +31,17 @@ class Owner:
         fingerprint: What tells its weights from others.
     """
 
-    module: weakref.ref[torch.nn.Module]
+    module: Callable[[], torch.nn.Module | None]
     fingerprint: tuple[Any, ...]
+
+    @classmethod
+    def of_saved(cls, fingerprint: tuple[Any, ...]) -> Owner:
+        """An owner of which no more is known than its weights."""
+        return cls(_nobody, fingerprint)
+
+
+def _nobody() -> None:
+    return None
 
 
 class LayerGroup:

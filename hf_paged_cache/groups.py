@@ -182,6 +182,16 @@ class LayerGroups:
         free = pool.num_free + pool.num_pending
         raise self._no_room(group, batch, new_tokens, needed, free)
 
+    def check_room_for(self, start: int, new_tokens: int, batch: int) -> None:
+        """Raise PoolExhausted unless rows that are cropped to `start` tokens can take so many after that."""
+        with self.store.lock:
+            for group in self.all:
+                group.section.collect()
+                needed = group.manager.blocks_after_crop(start, new_tokens)
+                if not self.provide(group, needed):
+                    pool = group.manager.pool
+                    raise self._no_room(group, batch, new_tokens, needed, pool.num_free + pool.num_pending)
+
     def provide(self, group: LayerGroup, needed: int) -> bool:
         """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot."""
         group.section.collect()

@@ -107,7 +107,9 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
                 # A compiled step cannot ask for room, but the mask tells how many tokens there will be.
                 length.check_room(mask.shape[1])
             return host(*args, **kwargs | {"kv_length": int(length)})
-        _check_length(kwargs)
+        tokens = kwargs["kv_length"] + kwargs.get("kv_offset", 0)
+        new = kwargs["q_length"]
+        check_length(kwargs.get("attention_mask"), tokens - new, new, kwargs.get("config"))
         shape = _causal_shape(kwargs)
         if shape is None:
             _note(length, kwargs.get("attention_mask"))
@@ -136,16 +138,24 @@ def _note(length: PagedLength, padding: torch.Tensor | None) -> None:
         length.note(padding)
 
 
-def _check_length(kwargs: dict[str, Any]) -> None:
-    """A mask shorter than history and new tokens together would silently hide the newest ones."""
-    mask, new = kwargs.get("attention_mask"), kwargs["q_length"]
-    tokens = kwargs["kv_length"] + kwargs.get("kv_offset", 0)
-    if mask is not None and mask.dim() == 2 and mask.shape[1] < tokens:
-        if architectures.has_short_masks(kwargs.get("config")):
+def check_length(mask: torch.Tensor | None, held: int, new: int, config: object) -> None:
+    """A mask shorter than history and new tokens together would silently hide the newest ones.
+
+    Args:
+        mask: `[batch, tokens]`; anything else is not looked at.
+        held: Tokens per row that the cache holds.
+        new: That the forward brings.
+        config: Of the model.
+
+    Raises:
+        CacheMismatchError: It is too short.
+    """
+    if mask is not None and mask.dim() == 2 and mask.shape[1] < held + new:
+        if architectures.has_short_masks(config):
             _warn_once()
             return
         raise CacheMismatchError(
-            f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {tokens - new} per row and "
+            f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {held} per row and "
             f"{new} new ones came. Pass the whole conversation (ids and mask), longer than what is cached; "
             "`cache.crop(...)` what differs, or `cache.reset()`"
         )

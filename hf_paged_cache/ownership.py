@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .errors import CacheMismatchError
-from .group import Owner
+from .group import LayerGroup, Owner
 from .view import StoredKV
 
 
@@ -30,12 +30,27 @@ def check_owner(module: torch.nn.Module, stored: StoredKV) -> None:
     fingerprint = _fingerprint(module)
     if owner is not None and owner.fingerprint != fingerprint:
         stored.state.abort_step()
-        raise CacheMismatchError(
-            f"layer {stored.layer_idx}: the {stored.history_end} cached tokens per row were computed by "
-            "another model (or by other weights of this one); make a new PagedCache for this model, or "
-            "`cache.reset()`"
-        )
+        raise _mismatch(stored.layer_idx, stored.history_end)
     stored.group.owners[stored.layer_idx] = Owner(weakref.ref(module), fingerprint)
+
+
+def check_prompt_of(model: torch.nn.Module | None, group: LayerGroup, tokens: int) -> None:
+    """Refuse a model before its prompt is met, so that nothing is taken back for it.
+
+    Args:
+        model: The model that is about to generate; None if it is not known.
+        group: Whose K and V it would read.
+        tokens: That are cached, for the message.
+
+    Raises:
+        CacheMismatchError: Other weights computed them.
+    """
+    if model is None:
+        return
+    for layer_idx, owner in group.owners.items():
+        modules = _living_modules(model, layer_idx)
+        if owner.module() not in modules and modules and owner.fingerprint not in map(_fingerprint, modules):
+            raise _mismatch(layer_idx, tokens)
 
 
 def check_model(model: torch.nn.Module | None, stored: StoredKV) -> None:
@@ -50,8 +65,7 @@ def check_model(model: torch.nn.Module | None, stored: StoredKV) -> None:
     """
     if model is None:
         return
-    references = _modules_of(model).get(stored.layer_idx, [])
-    modules = [module for module in (reference() for reference in references) if module is not None]
+    modules = _living_modules(model, stored.layer_idx)
     owner = stored.group.owners.get(stored.layer_idx)
     if len(modules) > 1 and (owner is None or owner.fingerprint in map(_fingerprint, modules)):
         return
@@ -72,6 +86,18 @@ def _modules_of(model: torch.nn.Module) -> _Modules:
             if isinstance(layer_idx, int):
                 found.setdefault(layer_idx, []).append(weakref.ref(module))
     return _modules[model]
+
+
+def _living_modules(model: torch.nn.Module, layer_idx: int) -> list[torch.nn.Module]:
+    found = (reference() for reference in _modules_of(model).get(layer_idx, []))
+    return [module for module in found if module is not None]
+
+
+def _mismatch(layer_idx: int, tokens: int) -> CacheMismatchError:
+    return CacheMismatchError(
+        f"layer {layer_idx}: the {tokens} cached tokens per row were computed by another model (or by other "
+        "weights of this one); make a new PagedCache for this model, or `cache.reset()`"
+    )
 
 
 def _fingerprint(module: torch.nn.Module) -> tuple[Any, ...]:

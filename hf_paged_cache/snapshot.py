@@ -23,7 +23,7 @@ import torch
 from .blocks import NULL_BLOCK
 from .errors import PagedCacheError, PoolExhausted
 from .formats import KVFormat, with_keys_in_int8
-from .group import LayerGroup
+from .group import LayerGroup, Owner
 from .groups import LayerGroups
 from .padding import Padding
 from .state import CacheState
@@ -145,6 +145,7 @@ def _restore_group(
             block_size=group.block_size,
         )
     group.manager.first_held = part["first_held"]
+    group.owners = {index: Owner.of_saved(fingerprint) for index, fingerprint in part["owners"].items()}
     slots = group.adopt_dense(part["dense_columns"], [ids[n] for n in part["dense_ids"]])
     group.set_guarded(set(part["layers"]) - set(part["unguarded"]))
     for layer_idx, tensors in part["layers"].items():
@@ -189,6 +190,7 @@ def _take_group(group: LayerGroup) -> dict[str, Any]:
         "tables": [[new_ids[block_id] for block_id in table.ids] for table in group.manager.tables],
         "padding": [table.num_padding for table in group.manager.tables],
         "first_held": group.manager.first_held,
+        "owners": {index: owner.fingerprint for index, owner in group.owners.items()},
         "dense_ids": [new_ids[block_id] for block_id in slots],
         "dense_columns": [] if dense is None else list(dense.columns),
         "unguarded": [index for index in group.claimed if group.is_unguarded(index)],

@@ -12,7 +12,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from . import architectures, convert, snapshot
 from .errors import PagedCacheError
 from .hosts import HostParts
+from .rows import as_count
 from .state import CacheState
+
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class CacheTools:
@@ -152,6 +155,8 @@ class CacheTools:
         """
         state = self._with_text("truncate_to")
         input_ids = self._checked(input_ids)
+        if not input_ids.shape[1]:
+            raise PagedCacheError("truncate_to: input_ids has no tokens; `cache.reset()` forgets everything")
         if state.step_end and not state.history.count:
             raise PagedCacheError(
                 "truncate_to: the ids of the cached tokens are not known; call `cache.commit(input_ids)` "
@@ -169,8 +174,11 @@ class CacheTools:
 
         Raises:
             PagedCacheError: The range is not inside the history, or the keys of this model carry positions.
+            PoolExhausted: Others share the blocks, and there are too few to write the tokens behind anew.
+                Nothing has changed.
         """
         state = self._settled("drop")
+        start, end = as_count("drop", "start", start), as_count("drop", "end", end)
         length = state.step_end
         if not 0 <= start <= end <= length:
             raise PagedCacheError(
@@ -190,6 +198,8 @@ class CacheTools:
             for index, layer in enumerate(self.layers)
             if end < length and layer.get_seq_length()
         ]
+        if behind:
+            state.layer_groups.check_room_for(start, length - end, state.batch)
         self._crop_to(start)
         for index, keys, values in behind:
             self.layers[index].update(keys, values)
@@ -244,8 +254,9 @@ class CacheTools:
         raise AssertionError("a cache says itself how it is cropped")
 
     def _checked(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-            got = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        is_tensor = isinstance(input_ids, torch.Tensor)
+        if not is_tensor or input_ids.dim() != 2 or input_ids.dtype not in _ID_DTYPES:
+            got = f"{tuple(input_ids.shape)} of {input_ids.dtype}" if is_tensor else type(input_ids).__name__
             raise PagedCacheError(f"input_ids must be an integer tensor [rows, tokens], got {got}")
         return input_ids
 

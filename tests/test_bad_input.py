@@ -409,6 +409,12 @@ def test_writing_through_a_view_is_refused() -> None:
         (lambda cache: cache.batch_select_indices(torch.tensor([1.9, 0.0])), r"of torch.float32"),
         (lambda cache: cache.batch_select_indices(torch.tensor([1, 0], dtype=torch.uint8)), r"torch.uint8"),
         (lambda cache: cache.batch_select_indices(None), r"indices must be one dimension .* got None"),
+        (
+            lambda cache: cache.truncate_to(torch.ones(2, 4, dtype=torch.bool)),
+            r"integer tensor .*bool",
+        ),
+        (lambda cache: cache.truncate_to(torch.ones(2, 0, dtype=torch.long)), r"input_ids has no tokens"),
+        (lambda cache: cache.drop(1.0, 2), r"start must be a whole number, got 1.0"),
         (lambda cache: cache.crop(None), r"tokens_to_remove must be a whole number, got None"),
         (lambda cache: cache.crop(-1.0), r"tokens_to_remove must be a whole number, got -1.0"),
     ],

@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedCache
-from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from hf_paged_cache.history import TokenHistory
-from tests.models import cache_kwarg, shared_model
+from tests.models import by_name, cache_kwarg, shared_model
 from tests.quantised import NAMES, cache_of, feed, ids, states, update_all
 
 FORMATS = ("auto", *NAMES)
@@ -193,6 +193,55 @@ def test_dropping_inside_a_window_or_a_format_says_why_not() -> None:
 
 
 # --- the ids by themselves ----------------------------------------------------------------------------------
+
+
+def test_dropping_inside_shared_blocks_needs_room_or_changes_nothing() -> None:
+    model, tokens = shared_model("falcon-alibi"), ids(64, 1)
+    cache = PagedCache(model, block_size=16, max_tokens=64)
+    feed(model, cache, tokens)
+    forks = [cache.fork(), cache.fork()]
+    with pytest.raises(PoolExhausted, match="57 new tokens"):
+        cache.drop(3, 7)
+    assert torch.equal(cache.input_ids, tokens)
+    del forks
+    cache.drop(3, 7)
+    assert torch.equal(cache.input_ids, torch.cat((tokens[:, :3], tokens[:, 7:]), dim=1))
+    cache.check_integrity()
+
+
+def test_a_model_that_is_refused_takes_no_token_of_an_all_cached_prompt() -> None:
+    mine, other = by_name("llama").build(), by_name("llama").build(noise=0.5)
+    cache, tokens = PagedCache(mine, block_size=16), ids(48)
+    PagedCache(other)
+    feed(mine, cache, tokens)
+    for _ in range(2):
+        with pytest.raises(CacheMismatchError, match="computed by another model"):
+            greedy(other, tokens, cache)
+        assert cache.get_seq_length() == 48
+    assert torch.equal(greedy(mine, tokens, cache), greedy(mine, tokens))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        PagedCache.fork,
+        copy.deepcopy,
+        lambda cache: pickle.loads(pickle.dumps(cache)),
+        lambda cache: cache.load_state_dict(cache.state_dict()) or cache,
+        lambda cache: PagedCache.from_cache(cache, cache._model(), block_size=16),
+    ],
+    ids=["fork", "deepcopy", "pickle", "state_dict", "from_cache"],
+)
+def test_a_copy_knows_whose_weights_computed_it(copied: Any) -> None:
+    mine, other = by_name("llama").build(), by_name("llama").build(noise=0.5)
+    cache = PagedCache(mine, block_size=16)
+    PagedCache(other)
+    feed(mine, cache, ids(40))
+    twin = copied(cache)
+    with pytest.raises(CacheMismatchError, match="computed by another model"):
+        feed(other, twin, ids(3))
+    feed(copy.deepcopy(mine), twin, ids(3))
+    assert twin.get_seq_length() == 43
 
 
 def test_what_is_known_is_always_a_beginning() -> None:

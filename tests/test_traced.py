@@ -127,6 +127,30 @@ def test_a_compiled_forward_of_padded_rows() -> None:
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("told", ["no mask", "a short mask", "a short mask by place"])
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_a_compiled_forward_whose_mask_does_not_cover_the_history_is_refused(
+    told: str, is_padded: bool
+) -> None:
+    if told == "no mask" and not is_padded:
+        return  # which is right
+    model, inputs = shared_model("llama"), ragged(40, 10 if is_padded else 40)
+    cache, mask, new = PagedCache(model, block_size=BLOCK), inputs["attention_mask"], prompt(2, 4)
+    model(**inputs, position_ids=positions(mask), **given(cache))
+    forward, _ = compiled(model)
+    after = positions(torch.cat((mask, torch.ones_like(new)), dim=1))[:, -4:]
+    ways = {
+        "no mask": lambda: forward(new, position_ids=after, **given(cache)),
+        "a short mask": lambda: forward(
+            new, attention_mask=torch.ones_like(new), position_ids=after, **given(cache)
+        ),
+        "a short mask by place": lambda: forward(new, torch.ones_like(new), after, **given(cache)),
+    }
+    with pytest.raises(CacheMismatchError, match="mask"):
+        ways[told]()
+    assert_sound(cache, 40)
+
+
 def test_several_forwards_in_one_compiled_function_follow_each_other() -> None:
     model, counter = shared_model("gemma3"), CompileCounter()
     cache, stock = paged("gemma3"), host_cache(model)

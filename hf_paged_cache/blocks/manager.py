@@ -89,6 +89,19 @@ class BlockManager:
         """Blocks that `reserve` would take from the pool less those it would give back; may be negative."""
         return self._plan(num_new_tokens, keep_history, padding).needed_blocks
 
+    def blocks_after_crop(self, num_tokens: int, num_new_tokens: int) -> int:
+        """Blocks that rows cut down to so many tokens would take for new ones, less those they would release.
+
+        Without a window.
+        """
+        first = -(-num_tokens // self.block_size)
+        dropped = Counter(i for table in self._tables for i in table.ids[first:] if i != NULL_BLOCK)
+        released = sum(self.pool.ref_count(block_id) == count for block_id, count in dropped.items())
+        wanted = -(-(num_tokens + num_new_tokens) // self.block_size) - first
+        partial = [table.ids[first - 1] for table in self._tables] if num_tokens % self.block_size else []
+        copied = sum(i == NULL_BLOCK or self.pool.ref_count(i) > 1 for i in partial)
+        return wanted * self.batch + copied - released
+
     def has_gap(self, start: int) -> bool:
         """Whether a token from `start` on is not stored though it is no padding (it left the window)."""
         if not self._tables:
