@@ -176,7 +176,8 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 "new PagedCache(model) for this one. Layers appended to `cache.layers` cannot be used"
             )
         if torch.compiler.is_compiling() and self._is_traced(key_states, value_states, layer_idx):
-            return self.layers[layer_idx].update_traced(key_states, value_states, self._number)  # type: ignore[no-any-return]
+            layer: PagedLayer = self.layers[layer_idx]
+            return layer.update_traced(key_states, value_states, self._number)
         if self._hosts:
             self._hosts.enter(("kv", layer_idx))
         self._spread_rows(key_states.shape[0])

@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 _GENERATION = "transformers.generation"
+_PACKAGE = __name__.partition(".")[0]
 _MARK = "__hf_paged_cache__"
-UPDATE_IN_GRAPH = "update_in_graph"
+_UPDATE_IN_GRAPH = "update_in_graph"
 """The method by which a compiled forward reaches a cache."""
 _FRAMES_TO_THE_MODULE = 6
 """A layer, a cache, a pair of caches, and what may be wrapped around them."""
@@ -110,7 +111,7 @@ def current() -> ModelCall:
             inner, root = inner or frame, frame
         elif name == "generate" and _module_of(frame).startswith(_GENERATION):
             root, is_generating = frame, True
-        elif name == UPDATE_IN_GRAPH and _is_ours(frame):
+        elif name == _UPDATE_IN_GRAPH and _module_of(frame).startswith(_PACKAGE):
             is_in_graph = True
         elif is_in_graph and graph is None and _is_written_by_people(frame):
             graph = frame
@@ -201,14 +202,10 @@ def _belongs_to_model(frame: FrameType) -> bool:
     return known
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return _module_of(frame).startswith(__name__.partition(".")[0])
-
-
 def _is_written_by_people(frame: FrameType) -> bool:
     """Whether it is no function of ours, of torch, or made by a compiler."""
     name = _module_of(frame)
-    return bool(name) and name.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+    return bool(name) and name.partition(".")[0] not in ("torch", _PACKAGE)
 
 
 def _given_to(frame: FrameType) -> tuple[Any, dict[str, Any]]:

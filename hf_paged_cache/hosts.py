@@ -100,12 +100,7 @@ class HostParts:
         if call.forward.frame is None and write is None:
             return
         self._state.check_lost()
-        if call.use_cache is False and call.is_generating and self.batch:
-            raise PagedCacheError(
-                "generate(use_cache=False) would feed the whole text at every step, on top of what the cache "
-                "holds. Leave `use_cache` away, or pass `cache.frozen()` to generate without changing this "
-                "cache"
-            )
+        self._state.check_reading(call, is_warm=self.batch > 0)
         self._text.begin(call, is_warm=bool(self.batch), is_counted=bool(self._state.tokens))
         self._call, self._done, self._end_before = call, {write}, self._state.step_end
         self._state.undo.clear()

@@ -153,12 +153,8 @@ class CacheState:
         self._check_in_step(layer_idx, start)
         self.check_chunk(new_tokens, is_warm=start > 0)
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
-        if is_read_only and start and call is not None and call.is_generating:
-            raise PagedCacheError(
-                f"generate(use_cache=False) would feed the whole text at every step, on top of the {start} "
-                "tokens that the cache holds. Leave `use_cache` away, or pass `cache.frozen()` to generate "
-                "without changing this cache"
-            )
+        if is_read_only and call is not None:
+            self.check_reading(call, is_warm=start > 0)
         if call is not None and call.root != self._root:
             if start and call.is_generating and self.is_encoder_decoder and not self._is_cross:
                 self.history.check_restart(call.input_ids)
@@ -174,6 +170,16 @@ class CacheState:
         if call is None or not call.is_generating:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
+
+    @staticmethod
+    def check_reading(call: ModelCall, *, is_warm: bool) -> None:
+        """Raise PagedCacheError if `generate` was told not to use a cache that holds something."""
+        if call.use_cache is False and call.is_generating and is_warm:
+            raise PagedCacheError(
+                "generate(use_cache=False) would feed the whole text at every step, on top of what the cache "
+                "holds. Leave `use_cache` away, or pass `cache.frozen()` to generate without changing this "
+                "cache"
+            )
 
     def check_lost(self) -> None:
         """Raise CacheMismatchError if a forward has moved states on that nobody can take back."""
