@@ -14,15 +14,17 @@ BRACKETS = (
     "Between brackets: for metrics and differences the ends of the 95 % interval, for times the 10th and "
     "90th percentile."
 )
+_AGREEMENT = f"against {DEFAULT_CACHE}"
+_DIVERGENCE = "first divergence"
 MEANINGS = (
     ("set aside MiB", "memory that the cache has for keys and values, used or not; largest batch"),
     ("peak MiB", "peak memory, weights included"),
     (
-        "first divergence",
+        _DIVERGENCE,
         f"position of the first generated token that differs from {DEFAULT_CACHE}'s: median over the samples "
         "that differ at all",
     ),
-    (f"against {DEFAULT_CACHE}", f"the main metric with {DEFAULT_CACHE}'s own answers as references"),
+    (_AGREEMENT, f"the main metric with {DEFAULT_CACHE}'s own answers as references"),
 )
 
 
@@ -50,12 +52,13 @@ def _metrics(rows: Sequence[Row]) -> Grid | None:
     headings = ["cache"]
     for metric in first.values():
         headings += [numbers.name(metric), f"Δ to {DEFAULT_CACHE}"]
-    extra = any(row.agreement or row.first_divergence_tokens is not None for row in rows)
-    headings += [f"against {DEFAULT_CACHE}", "first divergence"] if extra else []
-    return Grid(headings, [_metric_cells(row, list(first), extra) for row in rows])
+    agreement = next((row.agreement for row in rows if row.agreement), None)
+    if agreement is not None:
+        headings += [f"{numbers.name(agreement)} {_AGREEMENT}", _DIVERGENCE]
+    return Grid(headings, [_metric_cells(row, list(first), agreement is not None) for row in rows])
 
 
-def _metric_cells(row: Row, keys: Sequence[str], extra: bool) -> list[str]:
+def _metric_cells(row: Row, keys: Sequence[str], texts: bool) -> list[str]:
     found = {metric.key: metric for metric in row.metrics}
     cells = [row.cache]
     for key in keys:
@@ -63,7 +66,7 @@ def _metric_cells(row: Row, keys: Sequence[str], extra: bool) -> list[str]:
         shown = (NOTHING, NOTHING) if metric is None else (numbers.interval(metric), _difference(row, metric))
         cells += shown
     agreement = NOTHING if row.agreement is None else numbers.interval(row.agreement)
-    return [*cells, agreement, _tokens(row.first_divergence_tokens)] if extra else cells
+    return [*cells, agreement, _tokens(row.first_divergence_tokens)] if texts else cells
 
 
 def _difference(row: Row, metric: Metric) -> str:
