@@ -80,7 +80,9 @@ def _task_title(task: str, rows: Sequence[Row]) -> str:
 def _main(rows: Sequence[Row]) -> Grid:
     headings = [column.heading.replace("/ ", "/") for column in COLUMNS]
     headings[1] = score_heading(rows) or headings[1]
-    return Grid(headings, cells(rows))
+    lines = cells(rows)
+    said = [index for index in range(len(headings)) if any(line[index] != NOTHING for line in lines)]
+    return Grid([headings[index] for index in said], [[line[index] for index in said] for line in lines])
 
 
 def _pictures(pictures: Sequence[Picture] | None) -> list[Block]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from eval.lookups import DEFAULT_CACHE, at_context, by_task, default_row
 from eval.report import numbers
@@ -52,21 +52,32 @@ def _metrics(rows: Sequence[Row]) -> Grid | None:
     headings = ["cache"]
     for metric in first.values():
         headings += [numbers.name(metric), f"Δ to {DEFAULT_CACHE}"]
-    agreement = next((row.agreement for row in rows if row.agreement), None)
-    if agreement is not None:
-        headings += [f"{numbers.name(agreement)} {_AGREEMENT}", _DIVERGENCE]
-    return Grid(headings, [_metric_cells(row, list(first), agreement is not None) for row in rows])
+    columns = [*_extra_columns(rows)]
+    headings += [heading for heading, _ in columns]
+    lines = [[*_metric_cells(row, list(first)), *(cell(row) for _, cell in columns)] for row in rows]
+    return Grid(headings, lines)
 
 
-def _metric_cells(row: Row, keys: Sequence[str], texts: bool) -> list[str]:
+def _metric_cells(row: Row, keys: Sequence[str]) -> list[str]:
     found = {metric.key: metric for metric in row.metrics}
     cells = [row.cache]
     for key in keys:
         metric = found.get(key)
-        shown = (NOTHING, NOTHING) if metric is None else (numbers.interval(metric), _difference(row, metric))
-        cells += shown
-    agreement = NOTHING if row.agreement is None else numbers.interval(row.agreement)
-    return [*cells, agreement, _tokens(row.first_divergence_tokens)] if texts else cells
+        cells += [NOTHING] * 2 if metric is None else [numbers.interval(metric), _difference(row, metric)]
+    return cells
+
+
+def _extra_columns(rows: Sequence[Row]) -> Iterator[tuple[str, Callable[[Row], str]]]:
+    """Yield heading and cell of what only tasks that generate texts have."""
+    agreement = next((row.agreement for row in rows if row.agreement), None)
+    if agreement is not None:
+        yield f"{numbers.name(agreement)} {_AGREEMENT}", _agreement
+    if any(row.first_divergence_tokens is not None for row in rows):
+        yield _DIVERGENCE, lambda row: _tokens(row.first_divergence_tokens)
+
+
+def _agreement(row: Row) -> str:
+    return NOTHING if row.agreement is None else numbers.interval(row.agreement)
 
 
 def _difference(row: Row, metric: Metric) -> str:
