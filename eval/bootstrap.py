@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import scipy.stats  # type: ignore[import-untyped]  # scipy ships no types
+import scipy.stats
 
 from eval.rows import Metric
 from eval.tasks.base import Answer, MetricSpec, Statistic
@@ -27,32 +29,26 @@ def metric(spec: MetricSpec, answers: Sequence[Answer], default: Sequence[Answer
         answers: of the cache.
         default: of the default cache to the same samples in the same order; None if there are none.
     """
-    samples = np.arange(len(answers))
     mine = spec.statistic(answers)
     low, high = _interval(mine, len(answers))
-    result = {
-        "key": spec.key,
-        "label": spec.label,
-        "unit": spec.unit,
-        "value": mine(samples),
-        "low": low,
-        "high": high,
-        "higher_is_better": spec.higher_is_better,
-    }
-    if default is None:
-        return Metric(**result)
-    theirs = spec.statistic(default)
-    return Metric(**result, **_difference(mine, theirs, len(answers)))
+    alone = Metric(
+        spec.key,
+        spec.label,
+        spec.unit,
+        mine(np.arange(len(answers))),
+        low,
+        high,
+        spec.higher_is_better,
+    )
+    return alone if default is None else _compared(alone, mine, spec.statistic(default), len(answers))
 
 
-def _difference(mine: Statistic, theirs: Statistic, count: int) -> dict[str, float]:
-    low, high = _interval(lambda indices: mine(indices) - theirs(indices), count)
-    samples = np.arange(count)
-    return {
-        "difference": mine(samples) - theirs(samples),
-        "difference_low": low,
-        "difference_high": high,
-    }
+def _compared(alone: Metric, mine: Statistic, theirs: Statistic, count: int) -> Metric:
+    def difference(indices: Any) -> float:
+        return mine(indices) - theirs(indices)
+
+    low, high = _interval(difference, count)
+    return replace(alone, difference=difference(np.arange(count)), difference_low=low, difference_high=high)
 
 
 def _interval(statistic: Statistic, count: int) -> tuple[float, float]:

@@ -126,8 +126,8 @@ def _load(source: Source) -> Any:
         reason = " ".join(str(error).split())[:200]
         known = ", ".join(sorted(PRESETS))
         raise UsageError(
-            f"the dataset {source.name!r} cannot be had ({reason}); choose from: {known}, any name on the hub, "
-            f"or a local file ({', '.join(sorted(_LOADERS))})"
+            f"the dataset {source.name!r} cannot be had ({reason}); choose from: {known}, any name on "
+            f"the hub, or a local file ({', '.join(sorted(_LOADERS))})"
         ) from error
 
 

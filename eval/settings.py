@@ -38,7 +38,7 @@ class Settings:
         model: a name of `eval.models.MODELS`, a hub id, a local folder or a local `.gguf` file.
         tasks: names of `eval.tasks.TASKS`; `all` is every one.
         caches: names of `eval.caches.CACHES`; `all` is every one.
-        limit: samples of each task.
+        limit: samples of each task; windows of `perplexity` and texts of `fidelity` count for eight.
         batch_size: prompts generated together, padded on the left.
         max_new_tokens: tokens generated for each sample; None leaves it to each task.
         contexts: lengths in tokens that the tasks `retrieval`, `perplexity` and `latency` look at; None
@@ -60,7 +60,7 @@ class Settings:
     model: str = "smollm2"
     tasks: tuple[str, ...] = ("summarization", "translation", "retrieval", "perplexity")
     caches: tuple[str, ...] = ("dynamic", "paged", "paged-int8", "paged-int4")
-    limit: int = 16
+    limit: int = 8
     batch_size: int = 8
     max_new_tokens: int | None = None
     contexts: tuple[int, ...] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 from typing import Any
@@ -31,6 +32,13 @@ def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
     except Exception as error:  # whatever a library that is broken here raises
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise CacheUnavailable(f"QuantizedCache with {backend} cannot be made: {reason}") from error
+
+
+def _copied(cache: Any) -> Any:
+    """A cache of the same tensors: these layers put new ones in their place and write into none."""
+    twin = copy.copy(cache)
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    return twin
 
 
 def _dynamic(model: Any, demand: Demand) -> Any:
@@ -79,11 +87,12 @@ def _quantized_entry(name: str, backend: str, bits: int = 8, about: str = "") ->
         f"QuantizedCache of transformers, {about or f'{backend}, {bits} bits'}",
         functools.partial(_quantized, backend, bits),
         tensor_bytes,
+        _copied,
     )
 
 
 ENTRIES = (
-    CacheEntry("dynamic", "transformers' default cache (DynamicCache)", _dynamic, tensor_bytes),
+    CacheEntry("dynamic", "transformers' default cache (DynamicCache)", _dynamic, tensor_bytes, _copied),
     CacheEntry("static", "StaticCache of transformers, as long as the batch needs", _static, tensor_bytes),
     CacheEntry("offloaded", "DynamicCache with its layers on the host", _offloaded, _resident_bytes),
     _quantized_entry("quanto-int4", "quanto", 4),

@@ -26,14 +26,14 @@ def rouge(variant: str) -> Callable[[Sequence[Answer]], Statistic]:
 
 def bleu(answers: Sequence[Answer]) -> Statistic:
     """Corpus BLEU in percent; equal to `eval.metrics.Bleu`."""
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
 
     return _corpus(BLEU(), answers)
 
 
 def chrf(answers: Sequence[Answer]) -> Statistic:
     """Corpus chrF in percent; equal to `eval.metrics.Chrf`."""
-    from sacrebleu.metrics import CHRF
+    from sacrebleu.metrics.chrf import CHRF
 
     return _corpus(CHRF(), answers)
 

@@ -26,6 +26,8 @@ from .base import Answer, Measures, MetricSpec, Outcome, Sample, Task, Unit, mea
 
 PROMPT_TOKENS = 1024
 STEPS = 64
+SAMPLES_PER_TEXT = 8
+"""What a text counts for: it takes as long as so many short answers."""
 _CATALOGUE = Source(str(DATA_DIR / "catalogue.jsonl"), {"input": "text"})
 
 
@@ -59,11 +61,12 @@ class Fidelity(Task):
         check_context(loaded.model, needed, "the texts of the task 'fidelity'", "leave the task away")
         texts = [row["input"] for row in data_source.read(_CATALOGUE, ("input",), None, 0)]
         ids = long_text.token_ids(loaded.tokenizer, "\n\n".join(texts)).to(loaded.device)
-        count = min(settings.limit, len(ids) // PROMPT_TOKENS)
+        count = min(-(-settings.limit // SAMPLES_PER_TEXT), len(ids) // PROMPT_TOKENS)
         if count == 0:
             raise UsageError(f"the texts of the task 'fidelity' are shorter than {PROMPT_TOKENS} tokens")
         prompts = ids[: count * PROMPT_TOKENS].view(count, PROMPT_TOKENS)
-        parts = prompts.split(settings.batch_size)
+        size = settings.batch_size
+        parts = [prompts[i : i + size] for i in range(0, count, size)]
         names = iter(range(count))
         return [
             Unit(

@@ -30,7 +30,8 @@ from .base import Answer, Measures, MetricSpec, Outcome, Sample, Statistic, Task
 
 CHUNK_TOKENS = 64
 _DEFAULT_CONTEXT_TOKENS = 2048
-_DEFAULT_WINDOWS = 16
+SAMPLES_PER_WINDOW = 8
+"""What a window counts for: it takes as long as so many short answers."""
 
 
 def perplexity(answers: Sequence[Answer]) -> Statistic:
@@ -61,7 +62,7 @@ class Perplexity(Task):
         length = max(settings.contexts or [min(_DEFAULT_CONTEXT_TOKENS, limit or _DEFAULT_CONTEXT_TOKENS)])
         check_context(loaded.model, length, "the windows of the task 'perplexity'", "smaller --contexts")
         ids = long_text.token_ids(loaded.tokenizer, self._text(settings))
-        starts = _starts(ids.shape[0], length, min(settings.limit, _DEFAULT_WINDOWS))
+        starts = _starts(ids.shape[0], length, -(-settings.limit // SAMPLES_PER_WINDOW))
         return [
             Unit(
                 index,

@@ -79,18 +79,27 @@ class Retrieval(Task):
     )
 
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
-        """Catalogues of every length, with at least `settings.limit` questions to a length."""
+        """Catalogues of every length, with at least `settings.limit` questions in all, as many at every length and depth."""
         rows = data_source.read(
             data_source.chosen(settings, self.source), ("input", "reference"), None, settings.seed
         )
         entries = [entry for row in rows if (entry := _Entry.of(row["input"], row["reference"])) is not None]
+        lengths = _lengths(loaded, settings)
+        wanted = -(-settings.limit // (len(lengths) * len(DEPTHS_PERCENT)))  # of a length and depth
         jobs = [
             (length, turn)
-            for length in _lengths(loaded, settings)
-            for turn in range(-(-settings.limit // (len(DEPTHS_PERCENT) * _questions_per_depth(length))))
+            for length in lengths
+            for turn in range(-(-wanted // _questions_per_depth(length, wanted)))
         ]
         return [
-            _unit(loaded, entries, index, length, seed=f"{settings.seed} {length} {turn}")
+            _unit(
+                loaded,
+                entries,
+                index,
+                length,
+                _questions_per_depth(length, wanted),
+                seed=f"{settings.seed} {length} {turn}",
+            )
             for index, (length, turn) in enumerate(jobs)
         ]
 
@@ -151,7 +160,9 @@ def _lengths(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
     return fitting or [limit]
 
 
-def _unit(loaded: LoadedModel, entries: Sequence[_Entry], index: int, length: int, seed: str) -> Unit:
+def _unit(
+    loaded: LoadedModel, entries: Sequence[_Entry], index: int, length: int, per_depth: int, seed: str
+) -> Unit:
     rng = random.Random(seed)
     order = rng.sample(list(entries), len(entries))
     chosen = list(_that_fit(loaded, order, length - _QUESTION_TOKENS))
@@ -162,7 +173,7 @@ def _unit(loaded: LoadedModel, entries: Sequence[_Entry], index: int, length: in
         )
     samples, questions = [], []
     for depth in DEPTHS_PERCENT:
-        for place in _places(depth, len(chosen), _questions_per_depth(length), rng):
+        for place in _places(depth, len(chosen), per_depth, rng):
             entry = chosen[place]
             facts = {"length_tokens": float(length), "depth_percent": float(depth)}
             samples.append(Sample(entry.name, f"{entry.name}:", entry.answer, facts))
@@ -195,8 +206,8 @@ def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iter
         yield entry
 
 
-def _questions_per_depth(length: int) -> int:
-    return max(1, length // TOKENS_PER_QUESTION)
+def _questions_per_depth(length: int, wanted: int) -> int:
+    return max(1, min(wanted, length // TOKENS_PER_QUESTION))
 
 
 def _places(depth_percent: int, entries: int, count: int, rng: random.Random) -> list[int]:
