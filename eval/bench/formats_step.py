@@ -16,7 +16,7 @@ from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fi
 from eval.bench.timing import STEPS, Contender, Timings, interleave
 from eval.bench.workload import check, rms_ratio
 from eval.caches import CacheUnavailable
-from eval.quality.stock import quantized_cache
+from eval.caches.stock import quantized_cache
 
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 TOKENS = (2048, 8192, 32768)
