@@ -57,7 +57,7 @@ def as_html(name: str, asked: str, num_layers: int, stats: CacheStats, footprint
         limit = max(_LEAST_CELLS, MOST_CELLS // len(stats.groups))
         parts += [_map(group, limit) for group in stats.groups]
         parts.append(_legend(stats))
-    else:
+    elif stats.layer_dtypes:
         parts.append(_line("Empty: blocks are set aside at the first update."))
     parts += [_bytes(stats, footprint), _formats(stats), _reuse(stats)]
     return _box("".join(parts))
@@ -92,7 +92,7 @@ def _head(name: str, asked: str, num_layers: int, stats: CacheStats) -> str:
 
 def _map(group: GroupStats, limit: int) -> str:
     kept = "all tokens" if group.window is None else f"a window of {group.window:,} tokens"
-    used = group.num_blocks - sum(group.blocks_by_kind[kind] for kind in ("free", "cached", "pending"))
+    used = sum(run.num_blocks for run in group.runs if run.holders)
     title = (
         f"{_ranges('layer', group.layers)}, {kept}: {used:,} of {_count(group.num_blocks, 'block')} in use"
     )
@@ -178,7 +178,7 @@ def _formats(stats: CacheStats) -> str:
     for index, name in stats.moved_layers.items():
         moves.setdefault((name, stats.layer_dtypes[index]), []).append(index)
     guarded = [f"{_ranges('layer', found)} from {a} to {b}" for (a, b), found in moves.items()]
-    return _line(f"Stored: {'; '.join(said) or 'no layer in blocks'}.") + (
+    return _line(f"Stored: {'; '.join(said) or 'no layer has K and V in blocks'}.") + (
         _line(f"Moved by the guard: {'; '.join(guarded)}.") if guarded else ""
     )
 

@@ -46,7 +46,7 @@ LAYERS = [
     ["compound", "convert"],
     ["layer_stack", "tools"],
     ["cache"],
-    ["profiler"],
+    ["profiler", "timeline"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

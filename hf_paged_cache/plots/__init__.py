@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .figure import new_figure
 from .stats import draw_stats
+from .timeline import draw_timelines
 
-__all__ = ["draw_stats", "new_figure"]
+__all__ = ["draw_stats", "draw_timelines", "new_figure"]
