@@ -113,6 +113,13 @@ def test_a_difference_that_rounds_to_zero_has_no_sign() -> None:
     assert numbers.difference(metric) == "0.00 noise"
 
 
+@pytest.mark.parametrize(("difference", "text"), [(-1.2e-5, "-1e-5 worse"), (3e-4, "+3e-4 better")])
+def test_a_difference_that_rounds_to_zero_and_is_real_shows_its_size(difference: float, text: str) -> None:
+    metric = Metric("a", "A", "%", 20.0, 19.0, 21.0, True, difference, difference, difference)
+    assert numbers.difference(metric) == text
+    assert numbers.difference_interval(metric).split()[0] == text.split()[0]
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_problem_is_a_row_and_what_was_not_measured_is_a_dash_and_not_a_zero(failed: bool) -> None:
     row = Row("summarization", "paged", problem="no compiler", failed=failed)
