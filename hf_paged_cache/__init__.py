@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from .profiler import profile_cache
     from .stats import CacheStats, MemoryFootprint
+    from .timeline import MemoryTimeline
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "CacheMismatchError",
     "CacheStats",
     "MemoryFootprint",
+    "MemoryTimeline",
     "PagedCache",
     "PagedCacheConfig",
     "PagedCacheError",
@@ -59,6 +61,7 @@ _HOME = {
     "disable": ("attention", "deactivate"),
     "paged_attention": ("attention", "paged_attention"),
     "profile_cache": ("profiler", "profile_cache"),
+    "MemoryTimeline": ("timeline", "MemoryTimeline"),
 }
 
 

@@ -76,6 +76,12 @@ class LayerGroups:
             formats.update(group.formats)
         return {index: "auto" if form is None else form.name for index, form in formats.items()}
 
+    def moved_layers(self) -> dict[int, str]:
+        """Layer index -> name of the format it was to have, of layers that the guard gave another."""
+        asked, now = self.precision.formats, self.layer_dtypes()
+        names = {index: "auto" if form is None else form.name for index, form in asked.items()}
+        return {index: name for index, name in names.items() if name != now[index]}
+
     # --- rows -----------------------------------------------------------------------------------------------
 
     def open_rows(

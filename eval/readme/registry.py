@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eval.readme import formats, quality, speed
+from eval.readme import caches, formats, quality, speed
 from eval.readme.results import Results
 
 TABLES: dict[str, Callable[[Results], str]] = {
+    "caches": caches.table,
     "speed": speed.table,
     "quality": quality.table,
     "formats": formats.table,

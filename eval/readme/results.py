@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import UsageError
+from eval.rows import Run
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
@@ -47,3 +48,13 @@ class Results:
             asked = ", ".join(f"{key}={value!r}" for key, value in cells.items())
             raise UsageError(f"{file}: {len(found)} rows of {bench!r} with {asked}, instead of one")
         return dict(found[0])
+
+    def run(self, file: str) -> Run:
+        """What a call of `python -m eval` found.
+
+        Raises:
+            UsageError: The file cannot be read.
+        """
+        from eval import report
+
+        return report.read(self.folder / file)
