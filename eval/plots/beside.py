@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def write_beside(axes: Axes, points: Sequence[Named], size_points: float) -> Non
     renderer: Any = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
     frame = axes.get_window_extent(renderer)
     taken = [_around(axes.transData.transform((p.x, p.y)), _MARKER_POINTS * pixels) for p in points]
-    bars = [_bar(axes, point, pixels) for point in points]
+    bars = [_zero_line(axes, frame), *(_bar(axes, point, pixels) for point in points)]
     for point in points:
         weight = "bold" if point.bold else "normal"
         text = axes.annotate(
@@ -68,6 +69,8 @@ def write_beside(axes: Axes, points: Sequence[Named], size_points: float) -> Non
             fontweight=weight,
             annotation_clip=False,
             parse_math=False,
+            # Lines that run behind a name stop at its letters.
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )
         extent = text.get_window_extent(renderer)
         x, y = axes.transData.transform((point.x, point.y))
@@ -119,6 +122,11 @@ def _around(middle: Any, radius: float) -> Bbox:
 def _bar(axes: Axes, point: Named, pixels: float) -> Bbox:
     (x, low), (_, high) = (axes.transData.transform((point.x, end)) for end in (point.low, point.high))
     return Bbox.from_extents(x - pixels, min(low, high), x + pixels, max(low, high))
+
+
+def _zero_line(axes: Axes, frame: Bbox) -> Bbox:
+    height = axes.transData.transform((axes.get_xlim()[0], 0.0))[1]
+    return Bbox.from_extents(frame.x0, height - 1, frame.x1, height + 1)
 
 
 def _line_to(axes: Axes, point: Named, place: Place, at: tuple[float, float], near: float) -> None:
