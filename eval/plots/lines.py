@@ -24,7 +24,7 @@ _DPI = 130
 _NAME_POINTS = 8.5
 _NAMES_AT = 1.07
 """Where names begin, in widths of the axes."""
-_LEAST_DECADES = 0.8
+_LEAST_DECADES = 0.5
 """Less than this of an axis of powers has too few round numbers to read it by."""
 
 

@@ -61,6 +61,8 @@ class Perplexity(Task):
         limit = context_tokens(loaded.model)
         length = max(settings.contexts or [min(_DEFAULT_CONTEXT_TOKENS, limit or _DEFAULT_CONTEXT_TOKENS)])
         check_context(loaded.model, length, "the windows of the task 'perplexity'", "smaller --contexts")
+        if length < 2:
+            raise UsageError("a window of 1 token predicts none; choose larger --contexts for 'perplexity'")
         ids = long_text.token_ids(loaded.tokenizer, self._text(settings))
         starts = _starts(ids.shape[0], length, -(-settings.limit // SAMPLES_PER_WINDOW))
         return [

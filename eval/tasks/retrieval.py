@@ -141,9 +141,10 @@ class _Entry:
     @classmethod
     def of(cls, name: str, text: str) -> _Entry | None:
         """None where the text has no words."""
-        answer = " ".join(text.split(". ")[0].rstrip(".").split()[:ANSWER_WORDS])
-        words = " ".join(text.split()[:ENTRY_WORDS])
-        return cls(name, f"{name}: {words}\n\n", answer) if answer else None
+        words = text.split()
+        first_sentence = " ".join(words).split(". ")[0]
+        answer = " ".join(first_sentence.split()[:ANSWER_WORDS]).rstrip(".")
+        return cls(name, f"{name}: {' '.join(words[:ENTRY_WORDS])}\n\n", answer) if answer else None
 
 
 def _lengths(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
@@ -192,12 +193,20 @@ def _question(loaded: LoadedModel, entry: _Entry) -> _Question:
     return _Question(_ids(loaded, f"{entry.name}:"), enough)
 
 
+def _asked_tokens(loaded: LoadedModel, entry: _Entry) -> int:
+    question = _question(loaded, entry)
+    return question.ids.shape[1] + question.answer_tokens
+
+
 def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iterator[_Entry]:
-    """The first entries whose text fits; those that would be answered alike, or named alike, come once."""
+    """The first entries whose text fits, and whose question has room behind it.
+
+    Those that would be answered alike, or named alike, come once.
+    """
     room -= _ids(loaded, HEAD).shape[1]
     seen: set[str] = set()
     for entry in entries:
-        if seen & {entry.name, entry.answer}:
+        if seen & {entry.name, entry.answer} or _asked_tokens(loaded, entry) > _QUESTION_TOKENS:
             continue
         room -= _ids(loaded, entry.text).shape[1]
         if room < 0:

@@ -110,7 +110,7 @@ class MemoryTimeline:
         """
         if not self._rows:
             raise PagedCacheError(
-                f"{self.label}: no forward of this {type(self._model).__name__} with a cache was seen; inside "
+                f"{self.label}: no forward of this {type(self._model).__name__} with a cache was seen; in "
                 "the `with` block call `generate` or `model(..., use_cache=True)` of the model that the "
                 "timeline was made for. Compiled steps are not seen"
             )
