@@ -45,7 +45,7 @@ LAYERS = [
     ["compound", "convert"],
     ["layer_stack", "tools"],
     ["cache"],
-    ["profiler"],
+    ["profiler", "planner"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
