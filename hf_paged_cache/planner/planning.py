@@ -194,7 +194,8 @@ def _notes(config: PreTrainedConfig, stored: StoredShapes) -> list[str]:
         found.append(f"an indexer keeps {stored.state_token_bytes} bytes per token; they are counted")
     if architectures.has_outside_state(config):
         found.append("the model keeps a recurrent state in itself; it is not counted")
-    fixed = sorted(architectures.fixed_layers(config))
+    layers = len(architectures.layer_specs(config))
+    fixed = sorted(index for index in architectures.fixed_layers(config) if index < layers)
     if fixed:
         found.append(f"layers {', '.join(map(str, fixed))} keep K and V of images; those are not counted")
     return found
