@@ -46,6 +46,8 @@ LAYERS = [
     ["layer_stack", "tools"],
     ["cache"],
     ["profiler", "planner"],
+    ["doctor"],
+    ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -144,7 +144,8 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """As dicts, lists, numbers and strings."""
-        return {**asdict(self), "formats": [asdict(plan) for plan in self.formats], "notes": list(self.notes)}
+        formats = [{**asdict(plan), "cache_bytes": plan.cache_bytes} for plan in self.formats]
+        return {**asdict(self), "formats": formats, "notes": list(self.notes), "verdict": self.verdict()}
 
     def to_json(self, path: str | Path | None = None) -> str:
         """As JSON; also written to a file if there is a path."""
