@@ -165,15 +165,11 @@ def _digest(command: list[str], version: str) -> str:
 
 
 def cache_dir() -> Path:
-<<<<<<< HEAD
     """The user's folder for what need not be made again; it may be missing.
 
     Raises:
         RuntimeError: The user has no home.
     """
-=======
-    """Where compiled libraries are kept."""
->>>>>>> 2517aa30698f6d1c167e253fe5615fa51ac9f335
     if named := os.environ.get("HF_PAGED_CACHE_DIR"):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
