@@ -10,9 +10,10 @@ from typing import Any
 from eval import bootstrap
 from eval.caches import BASELINE
 from eval.journal import Key
+from eval.measure import Measures
 from eval.rows import Metric, Prediction, Row
 from eval.spread import spread
-from eval.tasks.base import Answer, Measures, Outcome, Task
+from eval.tasks.base import Answer, Outcome, Task
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 

@@ -22,11 +22,11 @@ from eval.caches import CacheEntry, Demand
 from eval.data_source import Source
 from eval.errors import UsageError
 from eval.generate import check_context, context_tokens, forward
-from eval.measure import StepTimer, peak_memory
+from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
 from eval.settings import Settings
 
-from .base import Answer, Measures, MetricSpec, Outcome, Sample, Statistic, Task, Unit
+from .base import Answer, MetricSpec, Outcome, Sample, Statistic, Task, Unit
 
 CHUNK_TOKENS = 64
 _DEFAULT_CONTEXT_TOKENS = 2048

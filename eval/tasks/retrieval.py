@@ -28,12 +28,12 @@ from eval.caches import CacheEntry, Demand
 from eval.data_source import DATA_DIR, Source
 from eval.errors import UsageError
 from eval.generate import check_context, context_tokens, generate, prefill
-from eval.measure import StepTimer, peak_memory
+from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
 from eval.rows import HeatCell
 from eval.settings import Settings
 
-from .base import Answer, Measures, MetricSpec, Outcome, Sample, Task, Unit, mean_of
+from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
 HEAD = "Catalogue of software packages.\n\n"
 ENTRY_WORDS = 45
