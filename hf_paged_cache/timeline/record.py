@@ -61,7 +61,8 @@ class MemoryTimeline:
     ```
 
     It hangs a hook on the model inside the block and changes no result. A step that `torch.compile` has
-    compiled runs no Python and is not seen.
+    compiled runs no Python and is not seen. What a process allocates once, at the first forward of all,
+    counts as memory of the timeline that sees it.
 
     Args:
         model: What is called with a cache.
