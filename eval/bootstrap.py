@@ -17,6 +17,8 @@ from eval.rows import Metric
 from eval.tasks.base import Answer, MetricSpec, Statistic
 
 RESAMPLES = 1000
+FEWEST_SAMPLES = 6
+"""That can tell two caches apart: of five, all lie on one side by chance more often than once in 20."""
 CONFIDENCE = 0.95
 _SEED = 0
 
@@ -48,6 +50,8 @@ def _compared(alone: Metric, mine: Statistic, theirs: Statistic, count: int) -> 
         return mine(indices) - theirs(indices)
 
     low, high = _interval(difference, count)
+    if count < FEWEST_SAMPLES:
+        low, high = min(low, 0.0), max(high, 0.0)
     return replace(alone, difference=difference(np.arange(count)), difference_low=low, difference_high=high)
 
 

@@ -61,7 +61,7 @@ def evaluate(
         settings = _settings(config, given, resume)
         failed = run(settings)
     except UsageError as error:
-        typer.echo(f"error: {error}", err=True)
+        _tell(error)
         raise typer.Exit(EXIT_USAGE) from error
     except KeyboardInterrupt as stop:
         raise typer.Exit(EXIT_INTERRUPTED) from stop
@@ -93,6 +93,17 @@ def _settings(config: Path | None, given: dict[str, Any], resume: Path | None) -
     if not (resume / CONFIG).is_file():
         raise UsageError(f"there is no run in {resume}: it has no {CONFIG}; give the folder of a run")
     return resolve(resume / CONFIG, {"output": str(resume)})
+
+
+def _tell(error: UsageError) -> None:
+    """Say it once, where every process has come to it, and before the first one leaves: that ends all."""
+    from eval.processes import join
+
+    processes = join("cpu")
+    if processes.is_main:
+        typer.echo(f"error: {error}", err=True)
+    processes.wait()
+    processes.close()
 
 
 def main() -> None:

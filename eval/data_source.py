@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from eval.errors import UsageError
 from eval.settings import Settings
@@ -67,6 +70,8 @@ def chosen(settings: Settings, shipped: Source) -> Source:
     """The source that settings ask for: what is given, over a preset, over what ships."""
     if settings.dataset is None:
         return shipped
+    if Path(settings.dataset).suffix in _LOADERS and (settings.split or settings.dataset_config):
+        raise UsageError(f"{settings.dataset} is a file, without splits and configurations: leave those away")
     known = PRESETS.get(settings.dataset)
     base = known or Source(settings.dataset, {})
     given = {
@@ -86,6 +91,8 @@ def chosen(settings: Settings, shipped: Source) -> Source:
 def read(source: Source, roles: tuple[str, ...], limit: int | None, seed: int) -> list[dict[str, str]]:
     """Rows as role -> text, `limit` of them (or all, where there are fewer), chosen by `seed`.
 
+    Rows that lack one of the texts are passed over. Without an id, a row's place in the table is its name.
+
     Args:
         source: the table.
         roles: what the task reads beside `id`.
@@ -103,9 +110,13 @@ def read(source: Source, roles: tuple[str, ...], limit: int | None, seed: int) -
             )
     wanted = {role: source.columns[role] for role in ("id", *roles) if role in source.columns}
     _check_columns(source, table, wanted)
-    if limit is not None:
-        table = table.shuffle(seed=seed).select(range(min(limit, len(table))))
-    return [_row(number, record, wanted) for number, record in enumerate(table)]
+    order = range(len(table)) if limit is None else np.random.default_rng(seed).permutation(len(table))
+    whole = (row for number in order if all((row := _row(int(number), table[int(number)], wanted)).values()))
+    rows = list(itertools.islice(whole, limit))
+    if not rows:
+        names = ", ".join(repr(column) for column in wanted.values())
+        raise UsageError(f"no row of the dataset {source.name!r} has a text in {names}")
+    return rows
 
 
 def _load(source: Source) -> Any:
@@ -134,8 +145,8 @@ def _load(source: Source) -> Any:
 def _check_columns(source: Source, table: Any, wanted: Mapping[str, str]) -> None:
     if not len(table):
         raise UsageError(f"the dataset {source.name!r} is empty")
-    first = table[0]
-    missing = [column for column in wanted.values() if _value(first, column) is None]
+    there = {*table.features, *_paths(table.features)}
+    missing = [column for column in wanted.values() if column not in there]
     if missing:
         names = ", ".join(repr(column) for column in missing)
         raise UsageError(f"unknown column {names} in {Path(source.name).name}; choose from: {_there(table)}")
@@ -159,13 +170,17 @@ def _value(record: Any, column: str) -> Any:
     if isinstance(record, Mapping) and column in record:
         return record[column]
     for part in column.split("."):
-        record = record.get(part) if isinstance(record, Mapping) else None
+        record = [_part(item, part) for item in record] if isinstance(record, list) else _part(record, part)
     return record
+
+
+def _part(record: Any, name: str) -> Any:
+    return record.get(name) if isinstance(record, Mapping) else None
 
 
 def _row(number: int, record: Mapping[str, Any], wanted: Mapping[str, str]) -> dict[str, str]:
     texts = {role: _text(_value(record, column)) for role, column in wanted.items()}
-    return {"id": str(number), **texts}
+    return {**texts, "id": texts.get("id") or str(number)}
 
 
 def _text(value: Any) -> str:

@@ -9,9 +9,8 @@ import torch
 
 from eval.caches import CacheEntry, Demand
 from eval.errors import UsageError
-from eval.measure import StepTimer, peak_memory
+from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
-from eval.tasks.base import Measures
 
 _WARM_UP_TOKENS = 16
 

@@ -7,6 +7,7 @@ a last line that was cut off counts as nothing.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ class Journal:
         line = {"task": key[0], "unit": key[1], "cache": key[2], **outcome.to_dict()}
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

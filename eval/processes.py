@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from eval.errors import UsageError
+
+# A timed task runs in one process for as long as it takes; the others wait at its end.
+_PATIENCE = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,30 @@ class Processes:
 
         return str(broadcast_object_list([value])[0])
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise what one of them raises in all, so that nobody waits for one that has left.
+
+        Raises:
+            UsageError: one was raised, here or elsewhere.
+        """
+        problem = None
+        try:
+            yield
+        except UsageError as error:
+            problem = str(error)
+        found = next((each for each in self._problems(problem) if each is not None), None)
+        if found is not None:
+            raise UsageError(found)
+
+    def _problems(self, mine: str | None) -> list[str | None]:
+        if self._state is None:
+            return [mine]
+        from accelerate.utils import gather_object
+
+        problems: list[str | None] = gather_object([mine])
+        return problems
+
     def share(self, unit_index: int) -> bool:
         """Whether a unit is this process's to run."""
         return unit_index % self.count == self.index
@@ -59,7 +91,7 @@ def join(device: str) -> Processes:
     import torch
     from accelerate import PartialState
 
-    state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+    state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=_PATIENCE)
     return Processes(state.process_index, state.num_processes, state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,8 @@ class Metric:
         high: upper end.
         higher_is_better: which way is up.
         difference: `value` less that of the default cache on the same samples; None where that did not run.
-        difference_low: lower end of the interval of the difference, the samples taken in pairs.
+        difference_low: lower end of the interval of the difference, the samples taken in pairs; with too few
+            samples to tell, the interval reaches as far as zero.
         difference_high: its upper end.
     """
 
@@ -55,6 +57,8 @@ class Metric:
     def verdict(self) -> str | None:
         """`same`, `noise` (zero lies in the interval of the difference), `better` or `worse`; or None."""
         if self.difference is None or self.difference_low is None or self.difference_high is None:
+            return None
+        if math.isnan(self.difference + self.difference_low + self.difference_high):
             return None
         if self.difference_low == self.difference_high == 0.0:
             return "same"

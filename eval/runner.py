@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from eval.caches import CacheEntry, CacheUnavailable, restore_attention
 from eval.journal import Journal, Key
@@ -83,17 +83,14 @@ def _run_unit(
     journal: Journal,
     advance: Advance,
 ) -> None:
-    reference: Any = None
-    if any(entry.name not in problems for entry in waiting):
-        advance(f"{task.name} · {unit.label}", 0)
-        with _quiet():
-            reference = task.reference(loaded, unit)
+    # Made for the first contender that asks for it: a failure is theirs, and none is made where none run.
+    reference = functools.cache(lambda: task.reference(loaded, unit))
     for entry in waiting:
         label = f"{task.name} · {entry.name} · {unit.label}"
         advance(label, 0)
         if entry.name not in problems:
             key: Key = task.name, unit.index, entry.name
-            outcome = _attempt(lambda entry=entry: task.run(loaded, unit, entry, reference))  # type: ignore[misc]
+            outcome = _attempt(lambda entry=entry: task.run(loaded, unit, entry, reference()))  # type: ignore[misc]
             journal.add(key, outcome)
             if outcome.problem is not None:
                 problems[entry.name] = outcome

@@ -42,10 +42,12 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self._started_s = time.monotonic()
         self._settings = settings
-        console = Console()
-        self._console = console if console.is_terminal else Console(width=120)
-        self._device = models.resolve_device(device_of(settings.device))
         self._processes = join(settings.device)
+        is_quiet = not self._processes.is_main
+        console = Console(quiet=is_quiet)
+        self._console = console if console.is_terminal else Console(width=120, quiet=is_quiet)
+        with self._processes.together():
+            self._device = models.resolve_device(device_of(settings.device))
         self._folder = self._run_folder()
         self._journal = Journal(self._folder, self._processes.index)
 
@@ -55,32 +57,35 @@ class Session:
         Raises:
             UsageError: the model or the data cannot be had, or do not go together.
         """
-        settings, main = self._settings, self._processes.is_main
         described = environment.describe(self._device)
+        with self._processes.together():
+            loaded, work = self._prepare()
+        about = f"{loaded.source} on {loaded.device}, {self._settings.dtype}; {described['cpu']}"
+        self._console.print(about, highlight=False)
+        try:
+            self._work(loaded, work)
+        except KeyboardInterrupt:
+            self._console.print(
+                f"interrupted; what is finished is kept, go on with --resume {self._folder}", soft_wrap=True
+            )
+            raise
+        finally:
+            self._journal.close()
+        failed = self._processes.is_main and self._report(loaded, work, described)
+        self._processes.wait()
+        self._processes.close()
+        return failed
+
+    def _prepare(self) -> tuple[LoadedModel, dict[str, list[Unit]]]:
+        settings = self._settings
         set_seed(settings.seed)
         with self._console.status(f"loading {settings.model}"):
             loaded = models.load(settings, self._device)
         work = {name: TASKS[name].units(loaded, settings) for name in settings.tasks}
-        if main:
-            write_results(self._folder / CONFIG, yaml.safe_dump(settings.to_dict(), sort_keys=False))
-            about = f"{loaded.source} on {loaded.device}, {settings.dtype}; {described['cpu']}"
-            self._console.print(about, highlight=False)
-        self._processes.wait()
-        try:
-            self._work(loaded, work)
-        except KeyboardInterrupt:
-            if main:
-                self._console.print(
-                    f"interrupted; what is finished is kept, go on with --resume {self._folder}",
-                    soft_wrap=True,
-                )
-            raise
-        finally:
-            self._journal.close()
-        failed = main and self._report(loaded, work, described)
-        self._processes.wait()
-        self._processes.close()
-        return failed
+        if self._processes.is_main:
+            config = yaml.safe_dump(settings.to_dict(), sort_keys=False, allow_unicode=True)
+            write_results(self._folder / CONFIG, config)
+        return loaded, work
 
     def _work(self, loaded: LoadedModel, work: dict[str, list[Unit]]) -> None:
         """All tasks; the timed ones when nobody else is at work any more."""
@@ -144,11 +149,12 @@ class Session:
     def _run_folder(self) -> Path:
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         folder = Path(self._processes.agree(self._settings.output or str(RUNS_DIR / stamp)))
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot make the output folder {folder}: {error.strerror}") from error
-        check_continues(folder, self._settings)
+        with self._processes.together():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"cannot make the output folder {folder}: {error.strerror}") from error
+            check_continues(folder, self._settings)
         return folder
 
 

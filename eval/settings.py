@@ -128,7 +128,10 @@ def _validated(values: Mapping[str, Any]) -> Settings:
         caches=_expanded("cache", settings.caches, tuple(CACHES)),
     )
     check_choice("dtype", settings.dtype, DTYPES)
-    _check_dataset(settings, [name for name in settings.tasks if TASKS[name].takes_dataset])
+    takers = [name for name in settings.tasks if TASKS[name].takes_dataset]
+    _check_dataset(settings, takers)
+    if settings.instruction is not None and not TASKS[takers[0]].needs_chat:
+        raise UsageError(f"an instruction is for tasks that chat with the model, and {takers[0]} does not")
     return settings
 
 
@@ -172,7 +175,7 @@ def _integer(key: str, value: Any, minimum: int) -> int:
 
 
 def _context(part: Any) -> int:
-    number = int(part) if isinstance(part, str) and part.strip().isdigit() else part
+    number = int(part) if isinstance(part, str) and part.strip().isdecimal() else part
     return _integer("contexts", number, 1)
 
 

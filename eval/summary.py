@@ -10,9 +10,10 @@ from typing import Any
 from eval import bootstrap
 from eval.caches import BASELINE
 from eval.journal import Key
+from eval.measure import Measures
 from eval.rows import Metric, Prediction, Row
 from eval.spread import spread
-from eval.tasks.base import Answer, Measures, Outcome, Task
+from eval.tasks.base import Answer, Outcome, Task
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
@@ -36,7 +37,7 @@ def rows_of(
     finished = {
         cache: found
         for cache, found in by_cache.items()
-        if len(found) == units and not any(outcome.problem for outcome in found)
+        if len(found) == units and all(outcome.problem is None for outcome in found)
     }
     default = finished.get(BASELINE)
     rows, predictions = [], []
@@ -123,7 +124,6 @@ def _cost(measures: Sequence[Measures]) -> dict[str, Any]:
     largest = max(measures, key=lambda each: each.kv.used_bytes)
     prefills = [ms for each in measures for ms in each.prefill_ms]
     steps = [ms for each in measures for ms in each.step_ms]
-    rows = max(each.rows for each in measures)
     decode = spread(steps) if steps else None
     return {
         "kv_bytes": largest.kv.used_bytes,
@@ -133,8 +133,15 @@ def _cost(measures: Sequence[Measures]) -> dict[str, Any]:
         "rise_bytes": max(each.rise_bytes for each in measures),
         "prefill_ms": spread(prefills) if prefills else None,
         "decode_ms": decode,
-        "tokens_per_s": 1000 * rows / decode.median if decode else None,
+        "tokens_per_s": _tokens_per_s(measures),
     }
+
+
+def _tokens_per_s(measures: Sequence[Measures]) -> float | None:
+    """Of the full batches: the steps of a smaller one are quicker, and give less."""
+    rows = max(each.rows for each in measures)
+    steps = [ms for each in measures if each.rows == rows for ms in each.step_ms]
+    return 1000 * rows / statistics.median(steps) if steps else None
 
 
 def _predictions(

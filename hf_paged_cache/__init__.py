@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         StaleViewError,
         UnsupportedLayerError,
     )
+    from .planner import plan_memory
     from .profiler import profile_cache
     from .stats import CacheStats, MemoryFootprint
     from .timeline import MemoryTimeline
@@ -48,6 +49,7 @@ __all__ = [
     "disable",
     "enable",
     "paged_attention",
+    "plan_memory",
     "profile_cache",
 ]
 
@@ -60,6 +62,7 @@ _HOME = {
     "enable": ("attention", "activate"),
     "disable": ("attention", "deactivate"),
     "paged_attention": ("attention", "paged_attention"),
+    "plan_memory": ("planner", "plan_memory"),
     "profile_cache": ("profiler", "profile_cache"),
     "MemoryTimeline": ("timeline", "MemoryTimeline"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Self
@@ -406,7 +405,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             backend=next((layer.backend for layer in self._paged_layers() if layer.backend), None),
             layer_dtypes=self._state.layer_dtypes(),
             moved_layers=self._state.layer_groups.moved_layers(),
-            bytes_by_format=dict(sum((group.bytes_by_format() for group in groups), Counter())),
+            bytes_by_format=self._state.layer_groups.bytes_by_format(),
             equal_rows=self._state.equal_rows,
             counters=sum((pool.counters for pool in pools), BlockCounters()),
             groups=tuple(

@@ -32,9 +32,9 @@ _CELL = (
 _MEANS = {
     "free": "free",
     "open": "open: being filled",
-    "sealed": "sealed: full",
+    "sealed": "sealed: filled and fixed",
     "shared": "shared: the number is how many hold it",
-    "cached": "cached: full, held by nobody",
+    "cached": "cached: sealed, held by nobody",
     "pending": "pending: about to be free",
 }
 _TABLE = "border-collapse:collapse;margin:4px 0"
@@ -69,7 +69,7 @@ def as_message(name: str, text: str) -> str:
 
 
 def _box(content: str) -> str:
-    return f'<div style="font-size:13px;line-height:1.5;max-width:640px">{content}</div>'
+    return f'<div style="font-size:13px;line-height:1.5;max-width:700px">{content}</div>'
 
 
 def _line(text: str) -> str:

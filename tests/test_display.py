@@ -113,7 +113,7 @@ def test_a_block_that_somebody_could_find_again_is_drawn_as_cached() -> None:
     cache.reset()
     pool.release([0], keep=True)
     assert shown(cache).drawn() == "c · ·"
-    assert "cached: full, held by nobody (1)" in shown(cache).text
+    assert "cached: sealed, held by nobody (1)" in shown(cache).text
 
 
 def test_the_legend_explains_and_counts_every_kind() -> None:

@@ -46,7 +46,9 @@ LAYERS = [
     ["compound", "convert"],
     ["layer_stack", "tools"],
     ["cache"],
-    ["profiler", "timeline"],
+    ["profiler", "planner", "timeline"],
+    ["doctor"],
+    ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

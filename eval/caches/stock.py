@@ -35,10 +35,18 @@ def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
 
 
 def _copied(cache: Any) -> Any:
-    """A cache of the same tensors: these layers put new ones in their place and write into none."""
+    """A cache of the same keys and values: these layers put new ones in their place and write into none."""
     twin = copy.copy(cache)
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    twin.layers = [_copied_layer(layer) for layer in cache.layers]
     return twin
+
+
+def _copied_layer(layer: Any) -> Any:
+    from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+    # States of linear attention are written into.
+    only_appends = isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionLayer)
+    return copy.copy(layer) if only_appends else copy.deepcopy(layer)
 
 
 def _dynamic(model: Any, demand: Demand) -> Any:
@@ -94,7 +102,7 @@ def _quantized_entry(name: str, backend: str, bits: int = 8, about: str = "") ->
 ENTRIES = (
     CacheEntry("dynamic", "transformers' default cache (DynamicCache)", _dynamic, tensor_bytes, _copied),
     CacheEntry("static", "StaticCache of transformers, as long as the batch needs", _static, tensor_bytes),
-    CacheEntry("offloaded", "DynamicCache with its layers on the host", _offloaded, _resident_bytes),
+    CacheEntry("offloaded", "DynamicCache with its layers on the host", _offloaded, _resident_bytes, _copied),
     _quantized_entry("quanto-int4", "quanto", 4),
     _quantized_entry("hqq-int4", "hqq", 4),
     _quantized_entry("hqq-int8", "hqq", 8),

@@ -24,8 +24,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def readme(
     write: Annotated[bool, typer.Option("--write", help="Put the tables into the file.")] = False,
-    file: Annotated[Path, typer.Option(help="The text with the markers.")] = README,
-    results: Annotated[Path, typer.Option(help="The folder of results.")] = FOLDER,
+    file: Annotated[Path, typer.Option(help="The text; default: README.md.", show_default=False)] = README,
+    results: Annotated[
+        Path, typer.Option(help="A folder; default: eval/results.", show_default=False)
+    ] = FOLDER,
 ) -> None:
     """Check that the tables of the README are what `eval/results/` gives, or with --write make them so.
 

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eval.caches import CacheEntry, KvBytes
+from eval.generate import warm_up
+from eval.measure import Measures
 from eval.models import LoadedModel
 from eval.settings import Settings
 
@@ -65,27 +67,6 @@ class Answer:
     reference: str = ""
     tokens: tuple[int, ...] = ()
     values: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Measures:
-    """Time and memory of one unit with one cache.
-
-    Attributes:
-        rows: sequences that ran together.
-        prefill_ms: first forwards.
-        step_ms: decode steps; one step gives one token to every row.
-        kv: what the cache held at the end.
-        peak_bytes: peak memory, all included.
-        rise_bytes: peak memory above what was held before.
-    """
-
-    rows: int
-    prefill_ms: tuple[float, ...]
-    step_ms: tuple[float, ...]
-    kv: KvBytes
-    peak_bytes: int
-    rise_bytes: int
 
 
 @dataclass(frozen=True)
@@ -208,6 +189,4 @@ class Task(ABC):
         Raises:
             CacheUnavailable: the cache cannot run here.
         """
-        from eval.generate import warm_up
-
         warm_up(loaded, entry)

@@ -18,11 +18,11 @@ from eval.caches import BASELINE, CACHES, CacheEntry, Demand
 from eval.data_source import DATA_DIR, Source
 from eval.errors import UsageError
 from eval.generate import check_context, forward, prefill
-from eval.measure import StepTimer, peak_memory
+from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
 from eval.settings import Settings
 
-from .base import Answer, Measures, MetricSpec, Outcome, Sample, Task, Unit, mean_of
+from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
 PROMPT_TOKENS = 1024
 STEPS = 64

@@ -12,12 +12,13 @@ import torch
 from eval import long_text
 from eval.caches import CacheEntry
 from eval.generate import check_context, context_tokens, generate_batch
+from eval.measure import Measures
 from eval.models import LoadedModel
 from eval.rows import AtContext
 from eval.settings import Settings
 from eval.spread import spread
 
-from .base import Answer, Measures, Outcome, Sample, Task, Unit
+from .base import Answer, Outcome, Sample, Task, Unit
 
 STEPS = 24
 ROUNDS = 3

@@ -22,11 +22,11 @@ from eval.caches import CacheEntry, Demand
 from eval.data_source import Source
 from eval.errors import UsageError
 from eval.generate import check_context, context_tokens, forward
-from eval.measure import StepTimer, peak_memory
+from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
 from eval.settings import Settings
 
-from .base import Answer, Measures, MetricSpec, Outcome, Sample, Statistic, Task, Unit
+from .base import Answer, MetricSpec, Outcome, Sample, Statistic, Task, Unit
 
 CHUNK_TOKENS = 64
 _DEFAULT_CONTEXT_TOKENS = 2048
@@ -61,6 +61,8 @@ class Perplexity(Task):
         limit = context_tokens(loaded.model)
         length = max(settings.contexts or [min(_DEFAULT_CONTEXT_TOKENS, limit or _DEFAULT_CONTEXT_TOKENS)])
         check_context(loaded.model, length, "the windows of the task 'perplexity'", "smaller --contexts")
+        if length < 2:
+            raise UsageError("a window of 1 token predicts none; choose larger --contexts for 'perplexity'")
         ids = long_text.token_ids(loaded.tokenizer, self._text(settings))
         starts = _starts(ids.shape[0], length, -(-settings.limit // SAMPLES_PER_WINDOW))
         return [

@@ -28,12 +28,12 @@ from eval.caches import CacheEntry, Demand
 from eval.data_source import DATA_DIR, Source
 from eval.errors import UsageError
 from eval.generate import check_context, context_tokens, generate, prefill
-from eval.measure import StepTimer, peak_memory
+from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
 from eval.rows import HeatCell
 from eval.settings import Settings
 
-from .base import Answer, Measures, MetricSpec, Outcome, Sample, Task, Unit, mean_of
+from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
 HEAD = "Catalogue of software packages.\n\n"
 ENTRY_WORDS = 45
@@ -141,9 +141,10 @@ class _Entry:
     @classmethod
     def of(cls, name: str, text: str) -> _Entry | None:
         """None where the text has no words."""
-        answer = " ".join(text.split(". ")[0].rstrip(".").split()[:ANSWER_WORDS])
-        words = " ".join(text.split()[:ENTRY_WORDS])
-        return cls(name, f"{name}: {words}\n\n", answer) if answer else None
+        words = text.split()
+        first_sentence = " ".join(words).split(". ")[0]
+        answer = " ".join(first_sentence.split()[:ANSWER_WORDS]).rstrip(".")
+        return cls(name, f"{name}: {' '.join(words[:ENTRY_WORDS])}\n\n", answer) if answer else None
 
 
 def _lengths(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
@@ -192,12 +193,20 @@ def _question(loaded: LoadedModel, entry: _Entry) -> _Question:
     return _Question(_ids(loaded, f"{entry.name}:"), enough)
 
 
+def _asked_tokens(loaded: LoadedModel, entry: _Entry) -> int:
+    question = _question(loaded, entry)
+    return question.ids.shape[1] + question.answer_tokens
+
+
 def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iterator[_Entry]:
-    """The first entries whose text fits; those that would be answered alike, or named alike, come once."""
+    """The first entries whose text fits, and whose question has room behind it.
+
+    Those that would be answered alike, or named alike, come once.
+    """
     room -= _ids(loaded, HEAD).shape[1]
     seen: set[str] = set()
     for entry in entries:
-        if seen & {entry.name, entry.answer}:
+        if seen & {entry.name, entry.answer} or _asked_tokens(loaded, entry) > _QUESTION_TOKENS:
             continue
         room -= _ids(loaded, entry.text).shape[1]
         if room < 0:

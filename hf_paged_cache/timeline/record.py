@@ -61,7 +61,8 @@ class MemoryTimeline:
     ```
 
     It hangs a hook on the model inside the block and changes no result. A step that `torch.compile` has
-    compiled runs no Python and is not seen.
+    compiled runs no Python and is not seen. What a process allocates once, at the first forward of all,
+    counts as memory of the timeline that sees it.
 
     Args:
         model: What is called with a cache.
@@ -110,7 +111,7 @@ class MemoryTimeline:
         """
         if not self._rows:
             raise PagedCacheError(
-                f"{self.label}: no forward of this {type(self._model).__name__} with a cache was seen; inside "
+                f"{self.label}: no forward of this {type(self._model).__name__} with a cache was seen; in "
                 "the `with` block call `generate` or `model(..., use_cache=True)` of the model that the "
                 "timeline was made for. Compiled steps are not seen"
             )

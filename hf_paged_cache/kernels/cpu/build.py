@@ -70,8 +70,7 @@ def load() -> Library:
     """
     cpu_flags = _cpu_flags()
     isa = _choose_isa(cpu_flags)
-    compiler = _find_compiler()
-    version = _run([*compiler, "--version"])
+    compiler, version = find_compiler()
     errors = []
     for flags in _candidate_flags(isa, cpu_flags, is_clang="clang" in version):
         command = [*compiler, *_COMMON_FLAGS, *flags]
@@ -80,6 +79,16 @@ def load() -> Library:
         except BuildError as error:
             errors.append(str(error))
     raise BuildError(errors[0])
+
+
+def find_compiler() -> tuple[list[str], str]:
+    """The command of the compiler that is used, and what it says of its version.
+
+    Raises:
+        BuildError: There is none, or it does not run.
+    """
+    compiler = _find_compiler()
+    return compiler, _run([*compiler, "--version"])
 
 
 def _cpu_flags() -> set[str]:
