@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from eval.lookups import DEFAULT_CACHE
 from eval.readme import show
 from eval.readme.results import Results
 from eval.rows import AtContext, Metric, Row
 
 FILE = "eval_smollm2.json"
-BASELINE = "dynamic"
 _QUALITY = (
     ("summarization", "rouge_l", "ROUGE-L", ".1f"),
     ("translation", "chrf", "chrF", ".1f"),
@@ -24,7 +24,7 @@ def table(results: Results) -> str:
     rows = results.run(FILE).rows
     caches = list(dict.fromkeys(row.cache for row in rows))
     of = {(row.task, row.cache): row for row in rows}
-    base = of["latency", BASELINE].contexts[-1]
+    base = of["latency", DEFAULT_CACHE].contexts[-1]
     header = [
         "cache",
         "bits per value",
