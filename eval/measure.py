@@ -8,15 +8,39 @@ import gc
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 
+from eval.caches import KvBytes
+
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATM = Path("/proc/self/statm")
 _STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Time and memory of one unit with one cache.
+
+    Attributes:
+        rows: sequences that ran together.
+        prefill_ms: first forwards.
+        step_ms: decode steps; one step gives one token to every row.
+        kv: what the cache held at the end.
+        peak_bytes: peak memory, all included.
+        rise_bytes: peak memory above what was held before.
+    """
+
+    rows: int
+    prefill_ms: tuple[float, ...]
+    step_ms: tuple[float, ...]
+    kv: KvBytes
+    peak_bytes: int
+    rise_bytes: int
 
 
 class StepTimer:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .planner import plan_memory
     from .profiler import profile_cache
     from .stats import CacheStats, MemoryFootprint
+    from .timeline import MemoryTimeline
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "CacheMismatchError",
     "CacheStats",
     "MemoryFootprint",
+    "MemoryTimeline",
     "PagedCache",
     "PagedCacheConfig",
     "PagedCacheError",
@@ -62,6 +64,7 @@ _HOME = {
     "paged_attention": ("attention", "paged_attention"),
     "plan_memory": ("planner", "plan_memory"),
     "profile_cache": ("profiler", "profile_cache"),
+    "MemoryTimeline": ("timeline", "MemoryTimeline"),
 }
 
 

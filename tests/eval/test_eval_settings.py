@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from eval.caches import CACHES
 from eval.errors import UsageError
 from eval.settings import Settings, resolve
+from eval.tasks import TASKS
 
 
 def _config(tmp_path: Path, text: str) -> Path:
@@ -37,6 +39,32 @@ def test_names_come_as_a_list_or_with_commas_and_keep_their_order(given: Any, na
     assert resolve(None, {"tasks": given}).tasks == names
 
 
+@pytest.mark.parametrize("given", ["all", ["all"], "dynamic,all"])
+def test_all_is_every_one_in_the_order_of_the_table(given: Any) -> None:
+    assert resolve(None, {"caches": given}).caches == tuple(CACHES)
+    assert resolve(None, {"tasks": "all"}).tasks == tuple(TASKS)
+
+
+@pytest.mark.parametrize("given", ["512, 128,512", [512, 128], (128, "512")])
+def test_contexts_come_in_rising_order_and_once(given: Any) -> None:
+    assert resolve(None, {"contexts": given}).contexts == (128, 512)
+
+
+def test_one_context_needs_no_list(tmp_path: Path) -> None:
+    assert resolve(_config(tmp_path, "contexts: 512"), {}).contexts == (512,)
+
+
+def test_a_dataset_goes_with_the_one_task_that_takes_texts() -> None:
+    given = {"dataset": "xsum", "split": "validation", "tasks": "latency,summarization,fidelity"}
+    assert resolve(None, given).dataset == "xsum"
+
+
+def test_a_null_where_nothing_is_a_choice_is_the_default(tmp_path: Path) -> None:
+    assert (
+        resolve(_config(tmp_path, "{contexts: null, dataset: null, max_new_tokens: null}"), {}) == Settings()
+    )
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert resolve(_config(tmp_path, "# nothing\n"), {}) == Settings()
 
@@ -44,7 +72,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 def test_a_written_config_resolves_to_the_same_settings(tmp_path: Path) -> None:
     import yaml
 
-    settings = Settings(limit=2, output="somewhere", max_new_tokens=4)
+    settings = Settings(limit=2, output="somewhere", max_new_tokens=4, contexts=(64, 128))
     assert resolve(_config(tmp_path, yaml.safe_dump(settings.to_dict())), {}) == settings
 
 
@@ -52,8 +80,8 @@ def test_a_written_config_resolves_to_the_same_settings(tmp_path: Path) -> None:
     ("yaml_text", "message"),
     [
         ("limits: 3", "unknown setting 'limits'; choose from: batch_size, caches, "),
-        ("tasks: [poetry]", "unknown task 'poetry'; choose from: summarization, translation"),
-        ("caches: dynamic,fast", "unknown cache 'fast'; choose from: dynamic, paged"),
+        ("tasks: [poetry]", "unknown task 'poetry'; choose from: all, fidelity, latency, perplexity, "),
+        ("caches: dynamic,fast", "unknown cache 'fast'; choose from: all, dynamic, hqq-int4, "),
         ("dtype: float8", "unknown dtype 'float8'; choose from: bfloat16, float16, float32"),
         ("limit: many", "limit must be an integer of at least 1, got 'many'"),
         ("limit: true", "limit must be an integer of at least 1, got True"),
@@ -61,8 +89,32 @@ def test_a_written_config_resolves_to_the_same_settings(tmp_path: Path) -> None:
         ("seed: -1", "seed must be an integer of at least 0, got -1"),
         ("limit: null", "limit must be an integer of at least 1, got None"),
         ("model: 7", "model must be a non-empty string, got 7"),
-        ("tasks: []", "tasks must name at least one of them, got []"),
-        ("tasks: {a: 1}", "tasks must be a list of names or one comma-separated string"),
+        ("tasks: []", "tasks must be a list or one comma-separated string, got []"),
+        ("tasks: ', '", "tasks must name at least one of them, got ', '"),
+        ("tasks: null", "tasks must be a list or one comma-separated string, got None"),
+        ("caches: [dynamic, 7]", "caches must be a list of names or one comma-separated string, got"),
+        ("contexts: []", "contexts must be a list or one comma-separated string, got []"),
+        ("contexts: [512, 0]", "contexts must be an integer of at least 1, got 0"),
+        ("contexts: [true]", "contexts must be an integer of at least 1, got True"),
+        ("contexts: 512,,1024", "contexts must be an integer of at least 1, got ''"),
+        ("contexts: 5²", "contexts must be an integer of at least 1, got '5²'"),
+        ("max_new_tokens: 1.5", "max_new_tokens must be an integer of at least 1, got 1.5"),
+        ("dataset: ''", "dataset must be a non-empty string, got ''"),
+        ("split: train", "split says how to read a dataset, and no dataset is given"),
+        (
+            "{input_column: a, instruction: 'b {input}'}",
+            "input_column, instruction says how to read a dataset, and no dataset is given",
+        ),
+        (
+            "dataset: xsum",
+            "the chosen tasks that take one are: summarization, translation, retrieval, perplexity; name one",
+        ),
+        ("{dataset: xsum, tasks: 'fidelity,latency'}", "the chosen tasks that take one are: none; name one"),
+        (
+            "{dataset: xsum, tasks: retrieval, instruction: 'Find {input}'}",
+            "an instruction is for tasks that chat with the model, and retrieval does not",
+        ),
+        ("tasks: {a: 1}", "tasks must be a list or one comma-separated string"),
         ("- limit", "holds a list, not a mapping of settings"),
         ("a: [", "cannot read the config file"),
     ],

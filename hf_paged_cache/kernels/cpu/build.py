@@ -165,7 +165,11 @@ def _digest(command: list[str], version: str) -> str:
 
 
 def cache_dir() -> Path:
-    """Where compiled libraries are kept."""
+    """The user's folder for what need not be made again; it may be missing.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
     if named := os.environ.get("HF_PAGED_CACHE_DIR"):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

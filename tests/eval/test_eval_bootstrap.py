@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from eval import bootstrap
+from eval.metrics import Bleu, Chrf, Rouge, resampled
+from eval.rows import Metric
+from eval.spread import spread
+from eval.tasks.base import Answer, MetricSpec, Statistic, mean_of
+from eval.tasks.perplexity import perplexity
+
+SPEC = MetricSpec("score", "score", "%", mean_of("score"))
+PREDICTIONS = [
+    "the cat sat on a mat",
+    "a dog",
+    "birds fly over the old house at night",
+    "",
+    "no match at all",
+]
+REFERENCES = ["the cat sat on the mat", "the dog barks", "birds fly above an old house by night", "x", "y z"]
+TEXTS = [
+    Answer(str(n), text, reference)
+    for n, (text, reference) in enumerate(zip(PREDICTIONS, REFERENCES, strict=True))
+]
+EVERY = np.arange(len(TEXTS))
+
+
+def _answers(scores: Sequence[float]) -> list[Answer]:
+    return [Answer(str(n), values={"score": float(score)}) for n, score in enumerate(scores)]
+
+
+def _compared(mine: Sequence[float], theirs: Sequence[float]) -> Metric:
+    return bootstrap.metric(SPEC, _answers(mine), _answers(theirs))
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_the_interval_of_a_constant_is_the_constant(count: int) -> None:
+    found = bootstrap.metric(SPEC, _answers([7.5] * count), None)
+    assert (found.low, found.value, found.high) == (7.5, 7.5, 7.5)
+    assert found.difference is found.verdict is None
+
+
+def test_the_interval_of_a_normal_sample_is_that_of_the_textbook() -> None:
+    scores = np.random.default_rng(0).normal(50.0, 10.0, 400)
+    found = bootstrap.metric(SPEC, _answers(scores), None)
+    half = 1.96 * scores.std(ddof=1) / math.sqrt(len(scores))
+    assert found.value == pytest.approx(scores.mean())
+    assert found.low == pytest.approx(scores.mean() - half, abs=0.15 * half)
+    assert found.high == pytest.approx(scores.mean() + half, abs=0.15 * half)
+
+
+def test_samples_are_compared_in_pairs() -> None:
+    theirs = np.random.default_rng(0).normal(50.0, 30.0, 40)
+    found = _compared(theirs - 1.0, theirs)
+    assert (found.difference, found.difference_low, found.difference_high) == pytest.approx(
+        (-1.0, -1.0, -1.0)
+    )
+    assert found.high - found.low > 10
+
+
+SCORES = [float(n % 7) for n in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("mine", "verdict"),
+    [
+        (SCORES, "same"),
+        ([score + 1 + n % 2 for n, score in enumerate(SCORES)], "better"),
+        ([score - 1 - n % 2 for n, score in enumerate(SCORES)], "worse"),
+        ([score + (-1) ** n for n, score in enumerate(SCORES)], "noise"),
+        ([math.nan, *SCORES[1:]], None),
+    ],
+)
+def test_a_difference_is_called_by_its_name(mine: list[float], verdict: str | None) -> None:
+    assert _compared(mine, SCORES).verdict == verdict
+
+
+def test_less_is_better_where_the_metric_says_so() -> None:
+    spec = MetricSpec("score", "score", "", mean_of("score"), higher_is_better=False)
+    mine = _answers([score - 1 for score in SCORES])
+    assert bootstrap.metric(spec, mine, _answers(SCORES)).verdict == "better"
+
+
+@pytest.mark.parametrize(("count", "verdict"), [(1, "noise"), (2, "noise"), (5, "noise"), (6, "worse")])
+def test_a_few_samples_on_one_side_are_noise(count: int, verdict: str) -> None:
+    found = _compared([1.0] * count, [2.0] * count)
+    assert found.difference == -1.0
+    assert found.verdict == verdict
+
+
+def test_one_sample_that_is_equal_is_the_same() -> None:
+    assert _compared([3.0], [3.0]).verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("statistic", "expected"),
+    [
+        (resampled.bleu, lambda: Bleu().score(PREDICTIONS, REFERENCES)["bleu"]),
+        (resampled.chrf, lambda: Chrf().score(PREDICTIONS, REFERENCES)["chrf"]),
+        (resampled.rouge("rouge1"), lambda: Rouge().score(PREDICTIONS, REFERENCES)["rouge_1"]),
+        (resampled.rouge("rouge2"), lambda: Rouge().score(PREDICTIONS, REFERENCES)["rouge_2"]),
+        (resampled.rouge("rougeL"), lambda: Rouge().score(PREDICTIONS, REFERENCES)["rouge_l"]),
+    ],
+    ids=["bleu", "chrf", "rouge1", "rouge2", "rougeL"],
+)
+def test_a_text_metric_over_all_samples_is_the_metric(statistic: object, expected: object) -> None:
+    value = statistic(TEXTS)(EVERY)  # type: ignore[operator]
+    assert value == pytest.approx(expected())  # type: ignore[operator]
+    assert 0 < value < 100
+
+
+@pytest.mark.parametrize("statistic", [resampled.bleu, resampled.chrf, resampled.rouge("rougeL")])
+def test_a_sample_that_is_drawn_twice_counts_twice(statistic: object) -> None:
+    make: Statistic = statistic(TEXTS)  # type: ignore[operator]
+    twice: Statistic = statistic([TEXTS[0], TEXTS[0], TEXTS[2]])  # type: ignore[operator]
+    assert make(np.array([0, 0, 2])) == pytest.approx(twice(np.arange(3)))
+    assert make(np.array([0, 0, 2])) != pytest.approx(make(EVERY))
+
+
+def test_perplexity_weighs_tokens_and_not_windows() -> None:
+    windows = [
+        Answer("a", values={"nll": 30.0, "tokens": 10.0}),
+        Answer("b", values={"nll": 10.0, "tokens": 30.0}),
+    ]
+    assert perplexity(windows)(np.arange(2)) == pytest.approx(math.exp(1.0))
+    assert perplexity(windows)(np.array([0, 0])) == pytest.approx(math.exp(3.0))
+
+
+def test_a_spread_is_the_middle_and_the_tenths() -> None:
+    found = spread([*range(11)])
+    assert (found.low, found.median, found.high, found.count) == (1.0, 5.0, 9.0, 11)
