@@ -22,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
+    rich_markup_mode=None,
     help="A paged KV cache for transformers: plan its memory, look at this machine.",
 )
 
@@ -94,10 +95,13 @@ def _plan(model: str, **arguments: Any) -> Any:
 
 def _config_of(model: str) -> PreTrainedConfig:
     """The config of a hub id, a folder or a file."""
+    import transformers
+    from huggingface_hub.utils import logging as hub_logging
     from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers import logging as host_logging
 
-    host_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # the host is untyped
+    # They tell of every try, and of fields that are said again when the model is loaded.
+    for log in (transformers.logging, hub_logging):
+        log.set_verbosity_error()
     try:
         if not Path(model).is_file():
             config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)

@@ -199,7 +199,7 @@ def _check_kinds(config: PreTrainedConfig, cache: _Recorder) -> None:
 
 def _states(cache: _Recorder) -> list[torch.Tensor]:
     """Tensors of a cache beside K and V."""
-    found: list[Any] = []
+    found: list[Any] = [vars(cache).get("position_ids")]  # of an indexer, up to transformers 5.17
     layer: Any
     for layer in cache.layers:
         for states in ("conv_states", "recurrent_states"):

@@ -50,7 +50,7 @@ class FormatPlan:
         return self.pool_bytes + self.state_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryPlan:
     """What a cache of a model takes, by format, and what fits. Prints as a table, in a notebook too.
 
@@ -160,6 +160,9 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return table.as_text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return table.as_html(self)
