@@ -87,7 +87,8 @@ def test_every_command_line_is_described() -> None:
     assert {module.removesuffix(".cli") for module, _ in described} == {name for _, name in described}
     with_typer = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in (ROOT / "eval").rglob("cli.py")
+        for folder in ("eval", "hf_paged_cache")
+        for path in (ROOT / folder).rglob("cli.py")
         if "typer.Typer(" in path.read_text(encoding="utf-8")
     ]
     assert sorted(module for module, _ in described) == sorted(with_typer)

@@ -185,9 +185,14 @@ def _stored_tokens(config: PreTrainedConfig, cache: _Recorder) -> int:
 
 
 def _check_kinds(config: PreTrainedConfig, cache: _Recorder) -> None:
-    """Raise UnsupportedLayerError where a layer outside blocks keeps anything but states and indexer keys."""
-    fixed = architectures.fixed_layers(config)
-    for index, (spec, _) in enumerate(architectures.layer_specs(config)):
+    """Raise if nothing was stored, or a layer outside blocks keeps anything but states and indexer keys."""
+    fixed, specs = architectures.fixed_layers(config), architectures.layer_specs(config)
+    if not cache.written and any(spec.is_paged for spec, _ in specs):
+        raise PagedCacheError(
+            f"a forward of this {config.model_type!r} model wrote nothing to its cache, so that what it "
+            "stores is not known; in training some do not: call `model.eval()`"
+        )
+    for index, (spec, _) in enumerate(specs):
         if spec.is_paged or spec.layer_type in architectures.EMPTY_LAYER_TYPES or index in fixed:
             continue
         if not architectures.is_linear(cache.layers[index]):

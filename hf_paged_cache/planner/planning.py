@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_paged_cache import architectures, compat
-from hf_paged_cache.config import KV_CACHE_DTYPES, LAYER_DTYPES
+from hf_paged_cache.config import KV_CACHE_DTYPES, LAYER_DTYPES, PagedCacheConfig
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
-from hf_paged_cache.formats import DEFAULT_GROUP_SIZE
+from hf_paged_cache.formats import DEFAULT_GROUP_SIZE, FORMATS
 
 from .amounts import DTYPES, as_bytes, as_dtype, shown
 from .forward import StoredShapes, shapes_of_config, stored_shapes
@@ -43,9 +43,9 @@ def plan_memory(
     ```
 
     Pools are the real ones to the byte: equal to `memory_footprint().pool_bytes` of a cache with
-    `max_tokens=plan.max_tokens` after its first forward (of a cache that was not forked, and where the guard
-    has moved no layer to int8). Shapes of K and V are seen in a forward of a token or two: of the model, or
-    of a skeleton without weights on the meta device.
+    `max_tokens=plan.max_tokens` after its first forward (of a cache that was not forked, not compiled, and
+    where the guard has moved no layer to int8). Shapes of K and V are seen in a forward of a token or two: of
+    the model, or of a skeleton without weights on the meta device.
 
     Args:
         config_or_model: A config, which is enough, or a model.
@@ -129,7 +129,7 @@ def plan_memory(
             if isinstance(found, PoolSizes)
         ),
         refused={name: why for name, why in sizes.items() if isinstance(why, str)},
-        notes=(*notes, *_notes(config, stored)),
+        notes=(*notes, *_notes_on_format(kv_cache_dtype, context), *_notes(config, stored)),
     )
 
 
@@ -182,6 +182,22 @@ def _weight_bytes(
             )
         return None
     return stored.weight_bytes
+
+
+def _notes_on_format(kv_cache_dtype: str, context: int) -> list[str]:
+    found = []
+    if kv_cache_dtype == "adaptive":
+        longest = PagedCacheConfig().adaptive_threshold
+        kv_cache_dtype = "int4" if context <= longest else "int8"
+        found.append(
+            f"adaptive is planned as {kv_cache_dtype}, at all lengths: it is int4 for prompts of up to "
+            f"{longest} tokens and int8 for longer ones"
+        )
+    if kv_cache_dtype in FORMATS and FORMATS[kv_cache_dtype].keys.bits <= 4:
+        found.append(
+            "the guard may store K of some layers in int8, which takes more; key_error_guard='off' does not"
+        )
+    return found
 
 
 def _notes(config: PreTrainedConfig, stored: StoredShapes) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, T5Config
 
 from hf_paged_cache import PagedCacheError, UnsupportedLayerError, plan_memory
 from hf_paged_cache.planner.amounts import as_bytes, shown
-from tests.models import shared_model
+from tests.models import by_name, shared_model
 
 GIB = 2**30
 
@@ -197,6 +197,22 @@ def test_models_that_cannot_be_planned_are_refused() -> None:
         llama(quantization_config={"quant_method": "awq"}), context=64, memory="24GiB", weights="4GB"
     )
     assert told.fits
+
+
+def test_a_model_that_writes_nothing_is_refused_and_not_planned_as_free() -> None:
+    model = by_name("llama").build()
+    forward = model.forward
+    model.forward = lambda ids, **others: forward(ids)
+    with pytest.raises(PagedCacheError, match=r"wrote nothing to its cache.*model\.eval"):
+        plan_memory(model, context=64)
+
+
+@pytest.mark.parametrize(("context", "means"), [(512, "int4"), (513, "int8")])
+def test_adaptive_is_planned_as_what_the_whole_context_would_be(context: int, means: str) -> None:
+    plan = plan_memory(llama(), context=context, kv_cache_dtype="adaptive")
+    assert plan.pool_bytes == plan.of(means).pool_bytes
+    assert plan.notes[0].startswith(f"adaptive is planned as {means}, at all lengths")
+    assert any("key_error_guard" in note for note in plan.notes) is (means == "int4")
 
 
 def test_a_context_beyond_the_model_warns_and_one_within_does_not() -> None:
