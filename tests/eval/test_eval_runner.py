@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval import runner, summary
+from eval import bootstrap, runner, summary
 from eval.caches import CACHES, CacheEntry, CacheUnavailable, Demand, tensor_bytes
 from eval.errors import UsageError
 from eval.journal import Journal, check_continues
@@ -27,6 +27,11 @@ TASK = TASKS["translation"]
 TIMES = ("prefill_ms", "decode_ms", "tokens_per_s", "peak_bytes", "rise_bytes")
 
 Done = tuple[list[Row], list[Prediction]]
+
+
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 30)
 
 
 @pytest.fixture
