@@ -42,7 +42,19 @@ def metric(spec: MetricSpec, answers: Sequence[Answer], default: Sequence[Answer
         high,
         spec.higher_is_better,
     )
-    return alone if default is None else _compared(alone, mine, spec.statistic(default), len(answers))
+    if default is None:
+        return alone
+    compared = _compared(alone, mine, spec.statistic(default), len(answers))
+    return _equal(compared) if _largest_difference(compared) <= spec.resolution else compared
+
+
+def _largest_difference(compared: Metric) -> float:
+    ends = (compared.difference, compared.difference_low, compared.difference_high)
+    return max(abs(end) for end in ends if end is not None)
+
+
+def _equal(compared: Metric) -> Metric:
+    return replace(compared, difference=0.0, difference_low=0.0, difference_high=0.0)
 
 
 def _compared(alone: Metric, mine: Statistic, theirs: Statistic, count: int) -> Metric:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from eval import bootstrap
-from eval.caches import BASELINE
 from eval.journal import Key
+from eval.lookups import DEFAULT_CACHE
 from eval.measure import Measures
 from eval.rows import Metric, Prediction, Row
 from eval.spread import spread
@@ -39,7 +39,7 @@ def rows_of(
         for cache, found in by_cache.items()
         if len(found) == units and all(outcome.problem is None for outcome in found)
     }
-    default = finished.get(BASELINE)
+    default = finished.get(DEFAULT_CACHE)
     rows, predictions = [], []
     for cache in caches:
         if cache not in finished:

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
         StaleViewError,
         UnsupportedLayerError,
     )
+    from .planner import plan_memory
     from .profiler import profile_cache
     from .stats import CacheStats, MemoryFootprint
+    from .timeline import MemoryTimeline
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ __all__ = [
     "CacheMismatchError",
     "CacheStats",
     "MemoryFootprint",
+    "MemoryTimeline",
     "PagedCache",
     "PagedCacheConfig",
     "PagedCacheError",
@@ -46,6 +49,7 @@ __all__ = [
     "disable",
     "enable",
     "paged_attention",
+    "plan_memory",
     "profile_cache",
 ]
 
@@ -58,7 +62,9 @@ _HOME = {
     "enable": ("attention", "activate"),
     "disable": ("attention", "deactivate"),
     "paged_attention": ("attention", "paged_attention"),
+    "plan_memory": ("planner", "plan_memory"),
     "profile_cache": ("profiler", "profile_cache"),
+    "MemoryTimeline": ("timeline", "MemoryTimeline"),
 }
 
 

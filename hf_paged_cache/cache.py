@@ -11,12 +11,13 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import Cache
 
-from . import architectures, calls, compat, traced
+from . import architectures, calls, compat, display, traced
 from .attention import activate, watch
+from .blocks import BlockCounters
 from .compound import PagedIndexedLayer
 from .config import PagedCacheConfig
 from .deprecated import DeprecatedReads
-from .errors import CacheMismatchError, PagedCacheError
+from .errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from .formats import DEFAULT_GROUP_SIZE
 from .hosts import HostContract, HostParts
 from .kernels import dispatch
@@ -27,7 +28,7 @@ from .masks import check_length
 from .ownership import check_model, check_prompt_of
 from .rows import as_count, as_rows
 from .state import CacheState
-from .stats import CacheStats, MemoryFootprint
+from .stats import CacheStats, GroupStats, MemoryFootprint
 from .tools import CacheTools
 from .view import PagedView
 
@@ -403,7 +404,23 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             free_blocks=sum(pool.num_free for pool in pools),
             backend=next((layer.backend for layer in self._paged_layers() if layer.backend), None),
             layer_dtypes=self._state.layer_dtypes(),
+            moved_layers=self._state.layer_groups.moved_layers(),
+            bytes_by_format=self._state.layer_groups.bytes_by_format(),
+            equal_rows=self._state.equal_rows,
+            counters=sum((pool.counters for pool in pools), BlockCounters()),
+            groups=tuple(
+                GroupStats(group.window, tuple(group.specs), pool.num_blocks, tuple(pool.runs()))
+                for group, pool in zip(groups, pools, strict=True)
+            ),
         )
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows the cache."""
+        name, asked = type(self).__name__, self._state.config.kv_cache_dtype
+        try:
+            return display.as_html(name, asked, len(self.layers), self.stats(), self.memory_footprint())
+        except (PagedCacheError, PoolExhausted) as error:  # as of compiled steps that went past their rows
+            return display.as_message(name, str(error))
 
     def memory_footprint(self) -> MemoryFootprint:
         """Exact bytes of pools, tables, scratch, and of layers that are not paged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -124,9 +125,16 @@ class LayerGroup:
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that hold tokens now."""
+        return self.bytes_by_format().total()
+
+    def bytes_by_format(self) -> Counter[str]:
+        """The same by format; what is in the model's dtype is under `auto`."""
         blocks = self.manager.pool.num_referenced
         slots = 0 if self.dense is None else len(self.dense.live_slots(self.manager))
-        return sum(pool.used_bytes(blocks, slots) for pool in self.pools)
+        total: Counter[str] = Counter()
+        for pool in self.pools:
+            total.update(pool.bytes_by_format(blocks, slots))
+        return total
 
     @property
     def table_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,6 +76,19 @@ class LayerGroups:
         for group in self.all:
             formats.update(group.formats)
         return {index: "auto" if form is None else form.name for index, form in formats.items()}
+
+    def moved_layers(self) -> dict[int, str]:
+        """Layer index -> name of the format it was to have, of layers that the guard gave another."""
+        asked, now = self.precision.formats, self.layer_dtypes()
+        names = {index: "auto" if form is None else form.name for index, form in asked.items()}
+        return {index: name for index, name in names.items() if name != now[index]}
+
+    def bytes_by_format(self) -> dict[str, int]:
+        """Format -> bytes of K and V in blocks that hold tokens; `auto` is the model's dtype."""
+        total: Counter[str] = Counter()
+        for group in self.all:
+            total.update(group.bytes_by_format())
+        return dict(total)
 
     # --- rows -----------------------------------------------------------------------------------------------
 

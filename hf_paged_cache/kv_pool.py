@@ -193,12 +193,20 @@ class KVPool:
         """Bytes of one block over all layers of the storage, as it is stored for good."""
         return self.storage.bytes_per_block
 
-    def used_bytes(self, blocks: int, slots: int) -> int:
-        """Bytes that the layers use of so many blocks, of which quantised layers keep some in slots."""
-        size = self.storage.block_size
-        slots = 0 if self.form is None else slots
-        stored = (blocks - slots) * self.shape.block_bytes(size)
-        return self.num_used_layers * (stored + slots * self.shape.dense_bytes(size))
+    def bytes_by_format(self, blocks: int, slots: int) -> dict[str, int]:
+        """Format -> bytes that the layers use of so many blocks; `auto` is the model's dtype.
+
+        Args:
+            blocks: That hold tokens.
+            slots: How many of them quantised layers keep in slots.
+        """
+        size, layers = self.storage.block_size, self.num_used_layers
+        if self.shape.format is None:
+            return {"auto": layers * blocks * self.shape.block_bytes(size)}
+        return {
+            "auto": layers * slots * self.shape.dense_bytes(size),
+            self.shape.format.name: layers * (blocks - slots) * self.shape.block_bytes(size),
+        }
 
     def copy_blocks(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks, all layers at once (copy-on-write)."""

@@ -67,6 +67,7 @@ class CacheState:
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
         padding: What is remembered of rows that begin with padding.
+        equal_rows: Rows of prompts so far that were stored by reference to an equal one.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class CacheState:
         self.can_be_static = False
         self.has_open_step = False
         self.padding = NO_PADDING
+        self.equal_rows = 0
         self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
@@ -304,6 +306,7 @@ class CacheState:
         sources = self._twins.sources(self.padding.tokens or (0,) * self.batch)
         if sources is not None:
             self.reorder(sources)
+            self.equal_rows += len(sources) - len(set(sources))
         self._twins.begin(0)
 
     def is_next_in_step(self, layer_idx: int) -> bool:
@@ -414,6 +417,7 @@ class CacheState:
         """Belong to no thread and no forward, as a copy does."""
         self._forward = self._noted = self._root = None
         self._usage, self._twins = Usage(), Twins()
+        self.equal_rows = 0
 
     def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:
         """Take over the lengths of contents that were put into the groups."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import plots
+from .blocks import KINDS, BlockCounters, BlockRun
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +40,38 @@ class MemoryFootprint:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupStats:
+    """Counts of the layers that keep the same tokens and so share block ids.
+
+    Attributes:
+        window: Tokens that a query of these layers sees, or None for all.
+        layers: Their indices.
+        num_blocks: Blocks of their pool.
+        runs: All blocks in the order of their ids, those that are alike put together.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
+    num_blocks: int
+    runs: tuple[BlockRun, ...] = field(repr=False)
+
+    @property
+    def blocks_by_kind(self) -> dict[str, int]:
+        """Number of blocks that are `free`, `open`, `sealed`, `shared`, `cached` and `pending`.
+
+        A block counts once: `shared` is every block with several holders, `open` and `sealed` are the others.
+        """
+        counts = Counter(dict.fromkeys(KINDS, 0))
+        for run in self.runs:
+            counts[run.kind] += run.num_blocks
+        return dict(counts)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     """Counts of a cache, over all layer groups.
+
+    Blocks, bytes and `counters` are those of all caches that share the pools, if some were forked.
 
     Attributes:
         batch: Rows.
@@ -45,6 +84,13 @@ class CacheStats:
         backend: The kernels in use: `cpp`, `triton`, `torch` or `reference`; None before the first update.
         layer_dtypes: Layer index -> the format that the layer is stored in now, which `adaptive` chooses by
             the first forward and the guard may change. `int4_group+k8` is `int4_group` with K in int8.
+        moved_layers: Layer index -> the format that was asked for, of layers that the guard gave another.
+        bytes_by_format: Format -> bytes of K and V in blocks that hold tokens; `auto` is the model's dtype.
+            They add up to `MemoryFootprint.used_bytes`.
+        equal_rows: Rows of prompts, so far, that were stored by reference to an equal row. A copy of a cache
+            begins with 0.
+        counters: What has happened to blocks since the pools were made.
+        groups: The same by layer group.
     """
 
     batch: int
@@ -56,3 +102,22 @@ class CacheStats:
     free_blocks: int
     backend: str | None
     layer_dtypes: dict[int, str]
+    moved_layers: dict[int, str]
+    bytes_by_format: dict[str, int]
+    equal_rows: int
+    counters: BlockCounters
+    groups: tuple[GroupStats, ...] = field(repr=False)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw blocks by what they are, and bytes by format.
+
+        Args:
+            path: Where to write the picture too; its ending chooses the kind (`.png`, `.svg`, `.pdf`).
+
+        Returns:
+            A figure of matplotlib, which a notebook shows.
+
+        Raises:
+            PagedCacheError: matplotlib is not installed.
+        """
+        return plots.draw_stats(self, path)

@@ -15,9 +15,9 @@ PACKAGE = Path(hf_paged_cache.__file__).parent
 LAYERS = [
     ["errors", "host_version"],
     ["formats"],
-    ["config", "spec", "stats"],
+    ["config", "spec", "plots"],
     ["blocks"],
-    ["precision", "kernels"],
+    ["precision", "kernels", "stats"],
     [
         "memory",
         "lazy",
@@ -30,6 +30,7 @@ LAYERS = [
         "deprecated",
         "undo",
         "twins",
+        "display",
     ],
     ["kv_pool", "padding", "uncounted", "usage"],
     ["tables", "store"],
@@ -45,7 +46,9 @@ LAYERS = [
     ["compound", "convert"],
     ["layer_stack", "tools"],
     ["cache"],
-    ["profiler"],
+    ["profiler", "planner", "timeline"],
+    ["doctor"],
+    ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

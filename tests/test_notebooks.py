@@ -23,8 +23,21 @@ def _code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_there_is_a_notebook() -> None:
-    assert "01_quickstart" in [path.stem for path in NOTEBOOKS]
+def test_there_are_notebooks() -> None:
+    assert {"01_quickstart", "02_formats", "03_blocks"} <= {path.stem for path in NOTEBOOKS}
+
+
+def test_the_notebook_of_blocks_draws_them_after_every_step() -> None:
+    cells = _code_cells(ROOT / "notebooks" / "03_blocks.ipynb")
+    pages = [
+        "".join(output["data"]["text/html"])
+        for cell in cells
+        for output in cell["outputs"]
+        if "text/html" in output.get("data", {})
+    ]
+    assert len(pages) >= 8
+    assert all("<b>PagedCache</b>" in page for page in pages)
+    assert sum("held 2 times" in page for page in pages) >= 1
 
 
 @every_notebook

@@ -6,7 +6,6 @@ from . import paged, stock
 from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention, tensor_bytes
 
 __all__ = [
-    "BASELINE",
     "CACHES",
     "CacheEntry",
     "CacheUnavailable",
@@ -15,9 +14,6 @@ __all__ = [
     "restore_attention",
     "tensor_bytes",
 ]
-
-BASELINE = "dynamic"
-"""The cache whose answers the others are compared with."""
 
 CACHES: dict[str, CacheEntry] = {entry.name: entry for entry in (*stock.ENTRIES, *paged.ENTRIES)}
 """Name -> contender, in the order of the table."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _DISTANCES_POINTS = (7, 14, 24, 36, 50, 66, 84, 104, 126)
 _DIRECTIONS = 16
-_NEAR_POINTS = 14
+_NEAR_POINTS = 11
 """Names farther away than this have a line to their point."""
 _MARKER_POINTS = 5
 
@@ -44,8 +45,8 @@ class Named:
 def write_beside(axes: Axes, points: Sequence[Named], size_points: float) -> None:
     """Write the names; the axes' place and limits must not change any more.
 
-    Greedy: each name takes the nearest place that is free, first come first served; bars are crossed only
-    where nothing else is free.
+    Greedy: each name takes the nearest place that is free, first come first served. A place that is nearer to
+    another point is taken only where there is no other, and bars are crossed only where nothing else is free.
     """
     figure = axes.get_figure(root=True)
     if figure is None:
@@ -53,8 +54,9 @@ def write_beside(axes: Axes, points: Sequence[Named], size_points: float) -> Non
     pixels = figure.dpi / 72
     renderer: Any = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
     frame = axes.get_window_extent(renderer)
-    taken = [_around(axes.transData.transform((p.x, p.y)), _MARKER_POINTS * pixels) for p in points]
-    bars = [_bar(axes, point, pixels) for point in points]
+    middles = [axes.transData.transform((point.x, point.y)) for point in points]
+    taken = [_around(middle, _MARKER_POINTS * pixels) for middle in middles]
+    bars = [_zero_line(axes, frame), *(_bar(axes, point, pixels) for point in points)]
     for point in points:
         weight = "bold" if point.bold else "normal"
         text = axes.annotate(
@@ -68,12 +70,17 @@ def write_beside(axes: Axes, points: Sequence[Named], size_points: float) -> Non
             fontweight=weight,
             annotation_clip=False,
             parse_math=False,
+            # Lines that run behind a name stop at its letters.
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )
         extent = text.get_window_extent(renderer)
         x, y = axes.transData.transform((point.x, point.y))
         places = list(_places(extent.width, extent.height, pixels))
+        clear = list(_free(places, x, y, extent, frame, [*taken, *bars]))
+        own = (place for place in clear if _is_nearest((x, y), middles, place[2]))
         box = (
-            next(_free(places, x, y, extent, frame, [*taken, *bars]), None)
+            next(own, None)
+            or next(iter(clear), None)
             or next(_free(places, x, y, extent, frame, taken), None)
             or (*places[0], extent)
         )
@@ -111,6 +118,15 @@ def _free(
             yield right, up, box
 
 
+def _is_nearest(own: tuple[float, float], middles: Sequence[Any], box: Bbox) -> bool:
+    return all(math.dist(own, _edge(own, box)) <= math.dist(other, _edge(other, box)) for other in middles)
+
+
+def _edge(point: Any, box: Bbox) -> tuple[float, float]:
+    """Return the place in the box that is nearest to a point."""
+    return min(max(point[0], box.x0), box.x1), min(max(point[1], box.y0), box.y1)
+
+
 def _around(middle: Any, radius: float) -> Bbox:
     x, y = middle
     return Bbox.from_extents(x - radius, y - radius, x + radius, y + radius)
@@ -121,9 +137,13 @@ def _bar(axes: Axes, point: Named, pixels: float) -> Bbox:
     return Bbox.from_extents(x - pixels, min(low, high), x + pixels, max(low, high))
 
 
+def _zero_line(axes: Axes, frame: Bbox) -> Bbox:
+    height = axes.transData.transform((axes.get_xlim()[0], 0.0))[1]
+    return Bbox.from_extents(frame.x0, height - 1, frame.x1, height + 1)
+
+
 def _line_to(axes: Axes, point: Named, place: Place, at: tuple[float, float], near: float) -> None:
-    box = place[2]
-    end = (min(max(at[0], box.x0), box.x1), min(max(at[1], box.y0), box.y1))
+    end = _edge(at, place[2])
     if math.dist(at, end) > near:
         x, y = axes.transData.inverted().transform(end)
         axes.plot([point.x, x], [point.y, y], color="#888888", linewidth=0.5, zorder=1)

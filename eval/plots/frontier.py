@@ -24,16 +24,17 @@ PICTURE = Picture(
     "Quality against bits per value",
     f"The main metric of each task, as difference to {DEFAULT_CACHE}; better is always up. Bars are 95 % "
     "intervals; where one reaches zero the difference is noise. Filled, bold and joined by the dashed line: "
-    "no other cache is as good with fewer bits, or better with as many (noise counts as zero).",
+    "no other cache is as good with fewer bits, or better with as many (noise counts as zero). Where all "
+    "differences have one sign and some are a hundred times as large as others, their axis is one of powers.",
 )
 _PANEL_INCHES = (5.6, 4.2)
 _LEFT_INCHES, _RIGHT_INCHES, _TOP_INCHES, _BOTTOM_INCHES = 0.85, 0.15, 1.0, 0.6
 _DPI = 120
 _NAME_POINTS = 8.0
 _BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
-_ROOM = 1.6
+_ROOM = 1.45
 """Free space at both ends of the axis of bits, as a factor."""
-_WIDE = 30.0
+_WIDE = 100.0
 """Differences of one sign that are so many times apart get an axis of powers."""
 
 
@@ -114,12 +115,20 @@ def _bits_axis(axes: Axes, bits: Sequence[float]) -> None:
 
 
 def _difference_axis(axes: Axes, spots: Sequence[Point], metric: Metric) -> None:
-    ends = [end for point in spots for end in (point.low, point.difference, point.high)]
-    sizes = [abs(point.difference) for point in spots if point.difference]
-    if sizes and max(sizes) > _WIDE * min(sizes) and min(ends) * max(ends) >= 0:
-        axes.set_yscale("symlog", linthresh=min(sizes))
-    low, high = axes.get_ylim()
+    low, high = _limits(axes, [end for point in spots for end in (point.low, point.difference, point.high)])
     axes.set_ylim((low, high) if metric.higher_is_better else (high, low))
     unit = {"%": "points"}.get(metric.unit, metric.unit)
     axes.set_ylabel(f"{metric.label}, difference to {DEFAULT_CACHE}{f' ({unit})' if unit else ''}, better ↑")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _limits(axes: Axes, ends: Sequence[float]) -> tuple[float, float]:
+    """Choose the scale of the differences; return where it ends, with room for names."""
+    low, high = min(0.0, *ends), max(0.0, *ends)
+    sizes = [abs(end) for end in ends if end]
+    if sizes and low * high == 0.0 and max(sizes) > _WIDE * min(sizes):
+        nearest = min(sizes)
+        axes.set_yscale("symlog", linthresh=nearest)
+        return (3 * low, nearest) if low else (-nearest, 3 * high)
+    room = 0.12 * (high - low) or 1.0
+    return low - room, high + room

@@ -26,7 +26,7 @@ _CELL_INCHES = (0.5, 0.3)
 _AROUND_INCHES = (0.35, 0.75)
 _MARGINS_INCHES = (0.9, 1.4)
 _DPI = 120
-_DARK_PERCENT = 55
+_DARK_PERCENT = 65
 """From here on numbers are written in white."""
 
 

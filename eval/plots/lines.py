@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ _DPI = 130
 _NAME_POINTS = 8.5
 _NAMES_AT = 1.07
 """Where names begin, in widths of the axes."""
-_LEAST_DECADES = 0.8
+_ASIDE = 0.25
+"""Part of the way to the next length over which lines with bars are spread."""
+_LEAST_DECADES = 0.5
 """Less than this of an axis of powers has too few round numbers to read it by."""
 
 
@@ -65,24 +68,34 @@ def figure(rows: Sequence[Row], looks: Mapping[str, Look], measures: Sequence[Me
 
 def _panel(axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look], measure: Measure) -> None:
     lengths = sorted({at.context_tokens for row in rows for at in row.contexts})
-    for row in rows:
-        _line(axes, row, looks[row.cache], measure)
+    values = [measure.value(at) for row in rows for at in row.contexts]
+    has_bars = any(low != high for low, _, high in values)
+    asides = _asides(len(rows), lengths) if has_bars else [1.0] * len(rows)
+    for row, aside in zip(rows, asides, strict=True):
+        _line(axes, row, looks[row.cache], measure, aside)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator([float(length) for length in lengths]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
     axes.set_ylabel(measure.label)
-    _powers(axes, [measure.value(at)[1] for row in rows for at in row.contexts])
+    _powers(axes, [end for ends in values for end in ends])
     axes.grid(axis="y", which="major", linewidth=0.5, color="#dddddd")
     axes.spines[["top", "right"]].set_visible(False)
-    _names(axes, rows, looks, measure)
+    _names(axes, rows, looks, measure, asides)
 
 
-def _line(axes: Axes, row: Row, look: Look, measure: Measure) -> None:
+def _asides(count: int, lengths: Sequence[int]) -> list[float]:
+    """Return by which factor each of `count` lines is moved aside, so that no bar stands on another."""
+    gaps = [math.log(after / before) for before, after in itertools.pairwise(lengths)]
+    width = _ASIDE * min(gaps, default=1.0)
+    return [math.exp(width * ((number + 0.5) / count - 0.5)) for number in range(count)]
+
+
+def _line(axes: Axes, row: Row, look: Look, measure: Measure, aside: float) -> None:
     values = [measure.value(at) for at in row.contexts]
     axes.errorbar(
-        [at.context_tokens for at in row.contexts],
+        [at.context_tokens * aside for at in row.contexts],
         [middle for _, middle, _ in values],
         # Rounding may leave a middle outside its ends.
         yerr=[[max(0, mid - low) for low, mid, _ in values], [max(0, high - mid) for _, mid, high in values]],
@@ -105,14 +118,20 @@ def _powers(axes: Axes, values: Sequence[float]) -> None:
     low, high = math.log10(min(values)), math.log10(max(values))
     room = max(0.05 * (high - low), (_LEAST_DECADES - (high - low)) / 2)
     axes.set_ylim(10 ** (low - room), 10 ** (high + room))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    dense = high - low + 2 * room < 1
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if dense else (1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _names(axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look], measure: Measure) -> None:
+def _names(
+    axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look], measure: Measure, asides: Sequence[float]
+) -> None:
     """Write each cache's name beside the end of its line, with its marker, and a thin line from there."""
-    ends = [(float(row.contexts[-1].context_tokens), measure.value(row.contexts[-1])[1]) for row in rows]
+    lasts = [row.contexts[-1] for row in rows]
+    ends = [
+        (at.context_tokens * aside, measure.value(at)[1]) for at, aside in zip(lasts, asides, strict=True)
+    ]
     to_axes = axes.transData + axes.transAxes.inverted()
     starts = [to_axes.transform(end) for end in ends]
     gap = 1.3 * _NAME_POINTS / 72 / _PANEL_INCHES

@@ -15,7 +15,6 @@ from eval.report.numbers import NOTHING
 from eval.rows import Row, Run
 
 NO_PICTURES = "Not drawn, because matplotlib is not installed: pip install 'hf-paged-cache[plots]'"
-_MACHINE_WORDS = ("device", "cpu", "cpu_count", "machine")
 
 
 def document(run: Run, pictures: Sequence[Picture] | None) -> Document:
@@ -41,18 +40,25 @@ def document(run: Run, pictures: Sequence[Picture] | None) -> Document:
 
 
 def _subject(run: Run) -> list[Block]:
-    machine = [str(run.environment[word]) for word in _MACHINE_WORDS if word in run.environment]
     processes = "one process" if run.processes == 1 else f"{run.processes} processes"
     about = [
         ("model", run.source),
         ("weights and activations", str(run.settings.get("dtype", "of unknown dtype"))),
-        ("machine", ", ".join(machine) or "unknown"),
+        ("machine", _machine(run.environment)),
         ("time", f"{run.seconds:.0f} s in {processes}, the model's loading included"),
     ]
     caches = list(dict.fromkeys(row.cache for row in run.rows))
     blocks: list[Block] = [Bullets(about), Grid(["cache", "what it is"], _titles(run.titles, caches), 2)]
     missing = [("", problem) for problem in problems(run.rows)]
     return [*blocks, Paragraph("These could not be measured:"), Bullets(missing)] if missing else blocks
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    words = [environment.get(key) for key in ("machine", "cpu")]
+    count, gpu = environment.get("cpu_count"), environment.get("gpu") or {}
+    words += [f"{count} CPUs" if count else None, gpu.get("name")]
+    device = environment.get("device", "an unknown device")
+    return ", ".join([*(str(word) for word in words if word), f"the model on {device}"])
 
 
 def _titles(titles: Mapping[str, str], caches: Sequence[str]) -> list[list[str]]:
@@ -74,7 +80,9 @@ def _task_title(task: str, rows: Sequence[Row]) -> str:
 def _main(rows: Sequence[Row]) -> Grid:
     headings = [column.heading.replace("/ ", "/") for column in COLUMNS]
     headings[1] = score_heading(rows) or headings[1]
-    return Grid(headings, cells(rows))
+    lines = cells(rows)
+    said = [index for index in range(len(headings)) if any(line[index] != NOTHING for line in lines)]
+    return Grid([headings[index] for index in said], [[line[index] for index in said] for line in lines])
 
 
 def _pictures(pictures: Sequence[Picture] | None) -> list[Block]:

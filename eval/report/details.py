@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from eval.lookups import DEFAULT_CACHE, at_context, by_task, default_row
 from eval.report import numbers
@@ -14,15 +14,17 @@ BRACKETS = (
     "Between brackets: for metrics and differences the ends of the 95 % interval, for times the 10th and "
     "90th percentile."
 )
+_AGREEMENT = f"against {DEFAULT_CACHE}"
+_DIVERGENCE = "first divergence"
 MEANINGS = (
     ("set aside MiB", "memory that the cache has for keys and values, used or not; largest batch"),
     ("peak MiB", "peak memory, weights included"),
     (
-        "first divergence",
+        _DIVERGENCE,
         f"position of the first generated token that differs from {DEFAULT_CACHE}'s: median over the samples "
         "that differ at all",
     ),
-    (f"against {DEFAULT_CACHE}", f"the main metric with {DEFAULT_CACHE}'s own answers as references"),
+    (_AGREEMENT, f"the main metric with {DEFAULT_CACHE}'s own answers as references"),
 )
 
 
@@ -50,20 +52,32 @@ def _metrics(rows: Sequence[Row]) -> Grid | None:
     headings = ["cache"]
     for metric in first.values():
         headings += [numbers.name(metric), f"Δ to {DEFAULT_CACHE}"]
-    extra = any(row.agreement or row.first_divergence_tokens is not None for row in rows)
-    headings += [f"against {DEFAULT_CACHE}", "first divergence"] if extra else []
-    return Grid(headings, [_metric_cells(row, list(first), extra) for row in rows])
+    columns = [*_extra_columns(rows)]
+    headings += [heading for heading, _ in columns]
+    lines = [[*_metric_cells(row, list(first)), *(cell(row) for _, cell in columns)] for row in rows]
+    return Grid(headings, lines)
 
 
-def _metric_cells(row: Row, keys: Sequence[str], extra: bool) -> list[str]:
+def _metric_cells(row: Row, keys: Sequence[str]) -> list[str]:
     found = {metric.key: metric for metric in row.metrics}
     cells = [row.cache]
     for key in keys:
         metric = found.get(key)
-        shown = (NOTHING, NOTHING) if metric is None else (numbers.interval(metric), _difference(row, metric))
-        cells += shown
-    agreement = NOTHING if row.agreement is None else numbers.interval(row.agreement)
-    return [*cells, agreement, _tokens(row.first_divergence_tokens)] if extra else cells
+        cells += [NOTHING] * 2 if metric is None else [numbers.interval(metric), _difference(row, metric)]
+    return cells
+
+
+def _extra_columns(rows: Sequence[Row]) -> Iterator[tuple[str, Callable[[Row], str]]]:
+    """Yield heading and cell of what only tasks that generate texts have."""
+    agreement = next((row.agreement for row in rows if row.agreement), None)
+    if agreement is not None:
+        yield f"{numbers.name(agreement)} {_AGREEMENT}", _agreement
+    if any(row.first_divergence_tokens is not None for row in rows):
+        yield _DIVERGENCE, lambda row: _tokens(row.first_divergence_tokens)
+
+
+def _agreement(row: Row) -> str:
+    return NOTHING if row.agreement is None else numbers.interval(row.agreement)
 
 
 def _difference(row: Row, metric: Metric) -> str:

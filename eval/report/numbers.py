@@ -75,7 +75,7 @@ def difference(metric: Metric) -> str:
     """Write the difference to the default cache and what is to be made of it: `-0.31 noise`."""
     if metric.difference is None:
         return NOTHING
-    return f"{_signed(metric, metric.difference)} {metric.verdict or ''}".strip()
+    return f"{_shown_difference(metric, metric.difference)} {metric.verdict or ''}".strip()
 
 
 def difference_interval(metric: Metric) -> str:
@@ -84,7 +84,15 @@ def difference_interval(metric: Metric) -> str:
     if metric.difference is None or low is None or high is None:
         return difference(metric)
     ends = f"[{_signed(metric, low)}, {_signed(metric, high)}]"
-    return f"{_signed(metric, metric.difference)} {ends} {metric.verdict}"
+    return f"{_shown_difference(metric, metric.difference)} {ends} {metric.verdict}"
+
+
+def _shown_difference(metric: Metric, value: float) -> str:
+    text = _signed(metric, value)
+    # A zero that is called worse would be a riddle.
+    if text.strip("0.") or metric.verdict in (None, "same", "noise"):
+        return text
+    return f"{value:+.0e}".replace("e-0", "e-")
 
 
 def _signed(metric: Metric, value: float) -> str:

@@ -113,6 +113,7 @@ class MetricSpec:
         unit: `%`, `nats`, `tokens`, or nothing.
         statistic: makes the statistic of some answers.
         higher_is_better: which way is up.
+        resolution: differences up to this are those of sums in another order; they count as none.
     """
 
     key: str
@@ -120,6 +121,7 @@ class MetricSpec:
     unit: str
     statistic: Callable[[Sequence[Answer]], Statistic]
     higher_is_better: bool = True
+    resolution: float = 0.0
 
 
 def mean_of(name: str, factor: float = 1.0) -> Callable[[Sequence[Answer]], Statistic]:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from eval import data_source, long_text
-from eval.caches import BASELINE, CACHES, CacheEntry, Demand
+from eval.caches import CACHES, CacheEntry, Demand
 from eval.data_source import DATA_DIR, Source
 from eval.errors import UsageError
 from eval.generate import check_context, forward, prefill
+from eval.lookups import DEFAULT_CACHE
 from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
 from eval.settings import Settings
@@ -50,7 +51,7 @@ class Fidelity(Task):
     name = "fidelity"
     title = f"the next {STEPS} tokens after texts of {PROMPT_TOKENS}, beside those of the default cache"
     metrics = (
-        MetricSpec("kl", "KL", "nats", mean_of("kl"), higher_is_better=False),
+        MetricSpec("kl", "KL", "nats", mean_of("kl"), higher_is_better=False, resolution=1e-6),
         MetricSpec("top1", "top-1 agreement", "%", mean_of("top1", 100.0)),
         MetricSpec("divergence", "tokens before the first difference", "tokens", mean_of("divergence")),
     )
@@ -82,7 +83,7 @@ class Fidelity(Task):
         """The default cache's tokens and distributions."""
         prompts: torch.Tensor = unit.inputs
         with torch.inference_mode():
-            cache = CACHES[BASELINE].create(loaded.model, _demand(prompts))
+            cache = CACHES[DEFAULT_CACHE].create(loaded.model, _demand(prompts))
             steps = list(_steps(loaded, prompts, cache, None))
         log_probs = torch.stack([logits.log_softmax(-1) for logits in steps], dim=1)
         return Reference(log_probs.argmax(-1), log_probs)

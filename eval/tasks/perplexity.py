@@ -53,7 +53,9 @@ class Perplexity(Task):
 
     name = "perplexity"
     title = f"windows of long text, forwarded {CHUNK_TOKENS} tokens at a time"
-    metrics = (MetricSpec("perplexity", "perplexity", "", perplexity, higher_is_better=False),)
+    metrics = (
+        MetricSpec("perplexity", "perplexity", "", perplexity, higher_is_better=False, resolution=1e-4),
+    )
     takes_dataset = True
 
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
 from hf_paged_cache.blocks.free_queue import FreeQueue
+from hf_paged_cache.blocks.overview import BlockCounters, BlockRun
 from hf_paged_cache.errors import PagedCacheError
 
 # Plain ints beside the enum: its members cost an attribute look-up for every block of every call.
@@ -32,12 +34,16 @@ class BlockPool:
     Args:
         num_blocks: Size of the pool.
 
+    Attributes:
+        counters: What happened so far.
+
     Raises:
         PagedCacheError: `num_blocks` is below 1.
     """
 
     def __init__(self, num_blocks: int) -> None:
         _require_at_least(1, num_blocks, "num_blocks")
+        self.counters = BlockCounters()
         self._ref_counts = [0] * num_blocks
         self._states = bytearray(num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last one is handed out next
@@ -86,6 +92,15 @@ class BlockPool:
         self._require_known(block_id)
         return self._ref_counts[block_id]
 
+    def runs(self) -> list[BlockRun]:
+        """All blocks in the order of their ids, those that are alike put together. Walks the pool."""
+        found, first = [], 0
+        for (state, holders), alike in groupby(zip(self._states, self._ref_counts, strict=True)):
+            count = sum(1 for _ in alike)
+            found.append(BlockRun(first, count, BlockState(state), holders))
+            first += count
+        return found
+
     def can_allocate(self, num_blocks: int) -> bool:
         """Whether `allocate(num_blocks)` would succeed: free, cached and pending blocks suffice."""
         return num_blocks <= self.num_free + self.num_pending
@@ -114,6 +129,8 @@ class BlockPool:
         block_ids = self._free[split:][::-1]
         del self._free[split:]
         block_ids += [self._cached.popleft() for _ in range(num_blocks - from_stack)]
+        self.counters.taken += num_blocks
+        self.counters.evicted += num_blocks - from_stack
         states, counts = self._states, self._ref_counts
         for block_id in block_ids:
             states[block_id] = _OPEN
@@ -130,11 +147,15 @@ class BlockPool:
         for block_id in block_ids:
             if not 0 <= block_id < num_blocks or states[block_id] in (_FREE, _PENDING):
                 raise self._misuse("share", block_id, "free and pending blocks have no content to share")
+        revived = 0
         for block_id in block_ids:
             if states[block_id] == _CACHED:
                 self._cached.remove(block_id)
                 states[block_id] = _SEALED
+                revived += 1
             counts[block_id] += 1
+        self.counters.revived += revived
+        self.counters.shared += len(block_ids) - revived
 
     def release(self, block_ids: Sequence[int], *, keep: bool = False) -> None:
         """Drop one reference to each block, from the last listed to the first.
@@ -247,6 +268,7 @@ class BlockPool:
         fresh = self.allocate(1)
         if fresh is None:
             return None
+        self.counters.copied += 1
         self._ref_counts[block_id] -= 1
         return fresh[0]
 
@@ -323,6 +345,7 @@ class BlockPool:
             counts[block_id] = left
             if left == 0:
                 unreferenced.append(block_id)
+        self.counters.given_back += len(unreferenced)
         return unreferenced
 
     def _is_known(self, block_id: int) -> bool:

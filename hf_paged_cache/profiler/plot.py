@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.plots import new_figure
 
 if TYPE_CHECKING:
     from .report import CacheProfile, StepErrors
@@ -14,21 +14,13 @@ _WIDTH_INCHES = 10.0
 _INCHES_PER_LAYER = 0.2
 _INCHES_AROUND = 4.2  # title, axes and the curve below
 _LEAST_LAYERS = 12
-_DPI = 120
 _OWN, _TOTAL = "#d1495b", "#8ecae6"
 
 
 def draw(profile: CacheProfile, step: StepErrors, path: Path) -> Path:
     """Write the picture of one measured step; see `CacheProfile.plot`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PagedCacheError(
-            'pictures need matplotlib; `pip install "hf-paged-cache[plots]"`, or use `table()`'
-        ) from error
     height = _INCHES_AROUND + _INCHES_PER_LAYER * max(_LEAST_LAYERS, len(step.layers))
-    # A figure of its own, without pyplot: nothing is registered anywhere, and no window opens.
-    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
+    figure = new_figure(_WIDTH_INCHES, height, instead="`table()`")
     grid = figure.add_gridspec(2, 2, height_ratios=(height - 2.7, 2.0))
     heat = figure.add_subplot(grid[0, 0])
     _draw_heads(figure, heat, step)

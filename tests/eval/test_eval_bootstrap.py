@@ -11,6 +11,7 @@ from eval.metrics import Bleu, Chrf, Rouge, resampled
 from eval.rows import Metric
 from eval.spread import spread
 from eval.tasks.base import Answer, MetricSpec, Statistic, mean_of
+from eval.tasks.fidelity import Fidelity
 from eval.tasks.perplexity import perplexity
 
 SPEC = MetricSpec("score", "score", "%", mean_of("score"))
@@ -133,3 +134,11 @@ def test_perplexity_weighs_tokens_and_not_windows() -> None:
 def test_a_spread_is_the_middle_and_the_tenths() -> None:
     found = spread([*range(11)])
     assert (found.low, found.median, found.high, found.count) == (1.0, 5.0, 9.0, 11)
+
+
+@pytest.mark.parametrize(("kl", "verdict"), [(4e-9, "same"), (4e-4, "worse")])
+def test_a_difference_of_rounding_is_none(kl: float, verdict: str) -> None:
+    spec = Fidelity.metrics[0]
+    mine = [Answer(str(n), values={"kl": kl * (1 + n % 3)}) for n in range(9)]
+    theirs = [Answer(str(n), values={"kl": 0.0}) for n in range(9)]
+    assert bootstrap.metric(spec, mine, theirs).verdict == verdict

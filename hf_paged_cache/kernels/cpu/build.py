@@ -70,8 +70,7 @@ def load() -> Library:
     """
     cpu_flags = _cpu_flags()
     isa = _choose_isa(cpu_flags)
-    compiler = _find_compiler()
-    version = _run([*compiler, "--version"])
+    compiler, version = find_compiler()
     errors = []
     for flags in _candidate_flags(isa, cpu_flags, is_clang="clang" in version):
         command = [*compiler, *_COMMON_FLAGS, *flags]
@@ -80,6 +79,16 @@ def load() -> Library:
         except BuildError as error:
             errors.append(str(error))
     raise BuildError(errors[0])
+
+
+def find_compiler() -> tuple[list[str], str]:
+    """The command of the compiler that is used, and what it says of its version.
+
+    Raises:
+        BuildError: There is none, or it does not run.
+    """
+    compiler = _find_compiler()
+    return compiler, _run([*compiler, "--version"])
 
 
 def _cpu_flags() -> set[str]:
@@ -155,7 +164,12 @@ def _digest(command: list[str], version: str) -> str:
     return digest.hexdigest()[:20]
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
+    """The user's folder for what need not be made again; it may be missing.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
     if named := os.environ.get("HF_PAGED_CACHE_DIR"):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -165,7 +179,7 @@ def _cache_dir() -> Path:
 def _cached(name: str, command: list[str]) -> ctypes.CDLL:
     """Load `name` from the cache; compile it first when it is missing or does not load."""
     try:
-        directory = _cache_dir()
+        directory = cache_dir()
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / name
         if path.exists():

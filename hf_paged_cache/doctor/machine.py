@@ -1,0 +1,89 @@
+"""What there is: versions, device, environment, compiler, the folder of compiled kernels."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+import torch
+
+from hf_paged_cache import __version__
+from hf_paged_cache.kernels import cpu
+from hf_paged_cache.kernels.cpu import build
+from hf_paged_cache.memory import free_memory_bytes
+
+_PACKAGES = ("torch", "transformers", "triton", "numpy")
+_VARIABLES = (
+    "HF_PAGED_CACHE_BACKEND",
+    "HF_PAGED_CACHE_CPU_ISA",
+    "HF_PAGED_CACHE_DIR",
+    "XDG_CACHE_HOME",
+    "CXX",
+    "OMP_NUM_THREADS",
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Package -> version, None if it is not installed."""
+    found: dict[str, str | None] = {"hf_paged_cache": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """The device and the processor."""
+    found = {"system": f"{platform.system()} {platform.machine()}", "device": str(device)}
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        found["gpu"] = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}"
+    found["processor"] = f"{_processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
+    reason = cpu.unavailable_reason()
+    found["CPU kernel"] = reason if reason is not None else f"compiled for {cpu.isa()}"
+    found["free memory"] = f"{free_memory_bytes(device) / 2**30:.1f} GiB"
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Variables that are set and change what runs."""
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def compiler() -> str:
+    """The compiler with its version, or why there is none."""
+    try:
+        command, version = build.find_compiler()
+    except build.BuildError as error:
+        return str(error)
+    return f"{' '.join(command)}: {version.splitlines()[0] if version else 'no version'}"
+
+
+def cache_folder() -> tuple[str, str | None]:
+    """Where compiled kernels are kept, and why nothing can be written there (None if it can)."""
+    try:
+        folder = build.cache_dir()
+    except RuntimeError as error:
+        return "none", f"there is no home folder ({error})"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder), None
+    except OSError as error:
+        return str(folder), error.strerror or str(error)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")

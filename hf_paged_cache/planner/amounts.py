@@ -1,0 +1,62 @@
+"""Amounts of memory, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+import torch
+
+from hf_paged_cache.errors import PagedCacheError
+
+_UNITS = {"B": 1} | {
+    f"{prefix}{infix}B": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGTP", start=1)
+}
+_BY_NAME = {name.lower(): factor for name, factor in _UNITS.items()}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+_SHOWN = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes of K and V by name."""
+
+
+def as_bytes(argument: str, value: object) -> int:
+    """Bytes meant by a number of them, or a string with a unit.
+
+    Args:
+        argument: Its name, for messages.
+        value: `24 * 2**30`, `"24GiB"` (2**30 bytes each) or `"24GB"` (10**9).
+
+    Raises:
+        PagedCacheError: It is neither, or negative.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) else None
+    factor = None if match is None else _BY_NAME.get(match[2].lower())
+    if match is None or factor is None:
+        raise PagedCacheError(
+            f"{argument} must be a number of bytes, or a string like '24GiB' or '24GB', got {value!r}; units "
+            f"are {', '.join(_UNITS)}"
+        )
+    return int(Decimal(match[1]) * factor)
+
+
+def as_dtype(argument: str, value: object) -> torch.dtype:
+    """A dtype that K and V can have.
+
+    Raises:
+        PagedCacheError: It is none of them.
+    """
+    found = DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or found not in DTYPES.values():
+        raise PagedCacheError(f"{argument} must be one of {', '.join(DTYPES)}, got {value!r}")
+    return found
+
+
+def shown(count: int) -> str:
+    """Bytes for people: `2.00 GiB`."""
+    power = min(max(count.bit_length() - 1, 0) // 10, len(_SHOWN) - 1)
+    return f"{count} B" if power == 0 else f"{count / 1024**power:.2f} {_SHOWN[power]}"

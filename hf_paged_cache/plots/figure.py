@@ -1,0 +1,40 @@
+"""Figures of their own, without pyplot: nothing is registered anywhere, and no window opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_paged_cache.errors import PagedCacheError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 120
+
+
+def new_figure(width_inches: float, height_inches: float, *, instead: str) -> Figure:
+    """An empty figure that a notebook shows.
+
+    Args:
+        width_inches: Of the picture.
+        height_inches: Of the picture.
+        instead: What gives the same without a picture, for the message.
+
+    Raises:
+        PagedCacheError: matplotlib is not installed.
+    """
+    try:
+        from .shown import ShownFigure
+    except ImportError as error:
+        raise PagedCacheError(
+            f'pictures need matplotlib; `pip install "hf-paged-cache[plots]"`, or use {instead}'
+        ) from error
+    return ShownFigure(figsize=(width_inches, height_inches), dpi=DPI, layout="constrained")
+
+
+def written(figure: Figure, path: str | Path | None) -> Figure:
+    """The figure, after it was written to a file if there is a path."""
+    if path is not None:
+        figure.savefig(path)
+    return figure
