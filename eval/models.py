@@ -34,13 +34,13 @@ class LoadedModel:
     source: str
 
 
-def load(settings: Settings) -> LoadedModel:
-    """Load `settings.model` in `settings.dtype` on `settings.device`.
+def load(settings: Settings, device: torch.device | None = None) -> LoadedModel:
+    """Load `settings.model` in `settings.dtype` on a device, by default on `settings.device`.
 
     Raises:
         UsageError: when the model cannot be found or loaded, has no chat template, or the device is missing.
     """
-    device = resolve_device(settings.device)
+    device = device or resolve_device(settings.device)
     locate = MODELS.get(settings.model)
     path = locate() if locate is not None else Path(settings.model)
     if path.suffix == ".gguf" and path.is_file():
@@ -49,14 +49,24 @@ def load(settings: Settings) -> LoadedModel:
         folder, extra = settings.model, {}
     model, tokenizer = _from_pretrained(folder, extra, getattr(torch, settings.dtype), settings.model)
     if tokenizer.chat_template is None:
-        raise UsageError(
-            f"the model {settings.model!r} has no chat template; choose one tuned to follow instructions"
-        )
+        _check_no_chat(settings)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     source = path.name if extra else settings.model
     return LoadedModel(model.to(device).eval(), tokenizer, device, source)
+
+
+def _check_no_chat(settings: Settings) -> None:
+    from eval.tasks import TASKS
+
+    chats = [name for name in settings.tasks if TASKS[name].needs_chat]
+    if chats:
+        others = ", ".join(name for name, task in TASKS.items() if not task.needs_chat)
+        raise UsageError(
+            f"the model {settings.model!r} has no chat template, which {', '.join(chats)} needs; choose a "
+            f"model tuned to follow instructions, or --tasks from: {others}"
+        )
 
 
 def resolve_device(name: str) -> torch.device:

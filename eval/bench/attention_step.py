@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from eval.bench import layer_stacks
+from eval.bench import layer_stacks, readers
 from eval.bench.context import Context
 from eval.bench.layer_stacks import Case, LayerStack, Shape
 from eval.bench.readers import Reader, l3_bytes
@@ -34,9 +33,7 @@ COLUMNS = (
     Column("paged_us", "Paged µs", fixed(0)),
     Column("over_dynamic", "x Dynamic", fixed(2)),
     Column("over_static", "x Static", fixed(2)),
-    Column("gb_per_s", "GB/s", fixed(1)),
-    Column("read_gb_per_s", "machine", fixed(1)),
-    Column("bandwidth_percent", "%", fixed(0)),
+    *readers.COLUMNS,
     Column("error", "error", scientific),
 )
 
@@ -74,7 +71,7 @@ def run(context: Context) -> Result:
             "Dynamic: torch.cat and SDPA; Static: index_copy_, the mask that generate makes, SDPA. "
             f"Calls go round so many layers that their K and V are {4 * l3_bytes() >> 20} MiB or more.",
             "x: median over rounds of the quotient within a round. GB/s: K and V bytes over the whole call; "
-            f"machine: read bandwidth in the same rounds ({reader.name}); %: of that.",
+            f"{reader.note}",
             "error: RMS ratio of Paged against attention in float32 over the DynamicCache's K and V.",
         ),
         time.perf_counter() - started_s,
@@ -91,7 +88,7 @@ def measure(case: Case, reader: Reader, effort: _Effort) -> Row:
         stacks = layer_stacks.filled(case)
         errors = _check(case, stacks)
         contenders = [Contender(stack.name, stack.step, stack.restore) for stack in stacks]
-        contenders.append(Contender(reader.name, reader.read))
+        contenders.append(reader.contender())
         timings = interleave(contenders, budget_s=effort.budget_s, min_rounds=effort.min_rounds)
     return _row(case, reader, timings, errors)
 
@@ -99,9 +96,7 @@ def measure(case: Case, reader: Reader, effort: _Effort) -> Row:
 def _row(case: Case, reader: Reader, timings: Timings, errors: dict[str, float]) -> Row:
     layers = case.layers
     speedup = timings.speedup("paged", "dynamic")
-    rounds = zip(timings.seconds["paged"], timings.seconds[reader.name], strict=True)
-    bytes_per_pass = case.kv_bytes * layers
-    share = statistics.median((bytes_per_pass / ours) / (reader.bytes_read / read) for ours, read in rounds)
+    share = reader.share(timings, "paged", case.kv_bytes * layers)
     cells: dict[str, Cell] = {
         "shape": case.shape.name,
         "batch": case.batch,
@@ -112,9 +107,7 @@ def _row(case: Case, reader: Reader, timings: Timings, errors: dict[str, float])
         "paged_us": 1e6 * timings.median_s("paged") / layers,
         "over_dynamic": speedup,
         "over_static": timings.speedup("paged", "static"),
-        "gb_per_s": bytes_per_pass / timings.median_s("paged") / 1e9,
-        "read_gb_per_s": reader.bytes_per_s(timings) / 1e9,
-        "bandwidth_percent": 100 * share,
+        **reader.cells(timings, "paged", case.kv_bytes * layers),
         "error": errors["paged"],
         "layers": layers,
         "rounds": len(timings.seconds["paged"]),

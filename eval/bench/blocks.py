@@ -1,47 +1,131 @@
-"""The bookkeeping of blocks, as `python -m eval.bench_blocks` measures it."""
+"""The bookkeeping of blocks: how long taking and returning one takes.
+
+Takes and returns whole pools of 1k, 10k and 100k blocks in requests of a few blocks, as sequences do. The
+sizes take turns within every repetition, so that a change of the machine's speed meets them all. The time is
+the thread's own CPU time, so that other processes count little; medians. Requests are returned in random
+order: what a large pool costs more is the processor's cache missing, the number of steps is the same.
+"""
 
 from __future__ import annotations
 
+import gc
+import random
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
-from eval import bench_blocks
 from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, fixed
+from hf_paged_cache.blocks import BlockPool
+
+POOL_SIZES = (1_000, 10_000, 100_000)
+BLOCKS_PER_REQUEST = 8
+MIN_BLOCKS_PER_TIMING = 100_000
+REPETITIONS = 9
+LIMIT_US = 2.0
+
+Requests = list[list[int]]
 
 
 def run(context: Context) -> Result:
     """The `blocks` bench."""
     started_s = time.perf_counter()
     timings: dict[str, dict[int, list[float]]] = {}
-    for repetition in range(context.rounds(bench_blocks.REPETITIONS)):
+    for repetition in range(context.rounds(REPETITIONS)):
         context.progress(f"blocks: repetition {repetition + 1}")
-        for num_blocks in bench_blocks.POOL_SIZES:
-            for operation, microseconds in bench_blocks.time_pool(num_blocks).items():
+        for num_blocks in POOL_SIZES:
+            for operation, microseconds in time_pool(num_blocks).items():
                 timings.setdefault(operation, {}).setdefault(num_blocks, []).append(microseconds)
-    columns = (
-        Column("operation", "operation"),
-        *(Column(_key(size), f"{size:,} blocks: µs", fixed(3)) for size in bench_blocks.POOL_SIZES),
-    )
     return Result(
         "blocks",
         "bookkeeping of one block, by size of the pool",
-        columns,
+        (Column("operation", "operation"), *(column for size in POOL_SIZES for column in _columns(size))),
         [_row(operation, by_size) for operation, by_size in timings.items()],
-        (f"CPU time per block, requests of {bench_blocks.BLOCKS_PER_REQUEST} blocks, medians",),
+        (
+            f"CPU time per block, requests of {BLOCKS_PER_REQUEST} blocks, medians; "
+            f"x: over the pool of {POOL_SIZES[0]:,} blocks.",
+        ),
         time.perf_counter() - started_s,
     )
 
 
+def _columns(num_blocks: int) -> list[Column]:
+    time_column = Column(_key(num_blocks), f"{num_blocks:,} blocks: µs", fixed(3))
+    ratio = Column(_ratio_key(num_blocks), "x", fixed(2))
+    return [time_column] if num_blocks == POOL_SIZES[0] else [time_column, ratio]
+
+
 def _row(operation: str, by_size: dict[int, list[float]]) -> Row:
     medians = {size: statistics.median(values) for size, values in by_size.items()}
+    smallest = medians[POOL_SIZES[0]]
     cells: dict[str, Cell] = {
         "operation": operation,
         **{_key(size): value for size, value in medians.items()},
+        **{_ratio_key(size): value / smallest for size, value in medians.items() if size != POOL_SIZES[0]},
     }
-    slowest = Bound("slowest", max(medians.values()), bench_blocks.LIMIT_US, at_least=False, unit=" µs")
+    slowest = Bound("slowest", max(medians.values()), LIMIT_US, at_least=False, unit=" µs")
     return Row(cells, (slowest,))
 
 
 def _key(num_blocks: int) -> str:
     return f"us_at_{num_blocks}"
+
+
+def _ratio_key(num_blocks: int) -> str:
+    return f"ratio_at_{num_blocks}"
+
+
+def time_pool(num_blocks: int) -> dict[str, float]:
+    """µs per block of each operation, taking and returning all blocks of a pool."""
+    pool = BlockPool(num_blocks)
+    rounds = max(1, MIN_BLOCKS_PER_TIMING // num_blocks)
+    operations = ("allocate", "release", "release, keep", "share (revive)", "allocate (evict)")
+    seconds = dict.fromkeys(operations, 0.0)
+    for i in range(rounds):
+        requests = _requests_of(pool)
+        seconds["allocate"] += _time(partial(_fill, pool, requests))
+        random.Random(i).shuffle(requests)  # sequences end in any order
+        seconds["release"] += _time(partial(_release, pool, requests))
+        _fill(pool, requests)
+        for block_id in range(num_blocks):
+            pool.seal(block_id)
+        random.Random(i).shuffle(requests)
+        seconds["release, keep"] += _time(partial(_release, pool, requests, keep=True))
+        random.Random(-i).shuffle(requests)
+        seconds["share (revive)"] += _time(partial(_share, pool, requests))
+        _release(pool, requests, keep=True)
+        seconds["allocate (evict)"] += _time(partial(_fill, pool, requests))
+        _release(pool, requests)
+    return {operation: 1e6 * total / (rounds * num_blocks) for operation, total in seconds.items()}
+
+
+def _requests_of(pool: BlockPool) -> Requests:
+    return [[] for _ in range(pool.num_blocks // BLOCKS_PER_REQUEST)]
+
+
+def _fill(pool: BlockPool, requests: Requests) -> None:
+    for i in range(len(requests)):
+        block_ids = pool.allocate(BLOCKS_PER_REQUEST)
+        if block_ids is None:
+            raise AssertionError(f"The pool was short of blocks at request {i} of {len(requests)}.")
+        requests[i] = block_ids
+
+
+def _release(pool: BlockPool, requests: Requests, *, keep: bool = False) -> None:
+    for block_ids in requests:
+        pool.release(block_ids, keep=keep)
+
+
+def _share(pool: BlockPool, requests: Requests) -> None:
+    for block_ids in requests:
+        pool.share(block_ids)
+
+
+def _time(action: Callable[[], None]) -> float:
+    gc.disable()  # a collection would be billed to whichever operation it happens to meet
+    begin = time.thread_time()
+    action()
+    seconds = time.thread_time() - begin
+    gc.enable()
+    return seconds

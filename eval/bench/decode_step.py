@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eval.bench import workload
+from eval.bench import readers, workload
 from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
 from eval.bench.timing import STEPS, Contender, Timings, interleave
@@ -31,6 +31,8 @@ COLUMNS = (
     Column("over_dynamic", "x Dynamic", fixed(2)),
     Column("without_ms", "no history ms", fixed(1)),
     Column("limit", "limit", fixed(2)),
+    Column("read_mb", "reads MB", fixed(0)),
+    *readers.COLUMNS,
     Column("error", "error", scientific),
 )
 
@@ -54,6 +56,8 @@ def run(context: Context) -> Result:
             f"{source}; one forward of one token over K and V of the others.",
             "no history: the same forward without a cache, which is all of a step but reading K and V; "
             "limit: Dynamic over that, which a cache that costs nothing would reach.",
+            "reads: every weight once, and K and V as the cache holds them; GB/s: that over the step; "
+            f"{context.bandwidth[0].note}",
             "x: median over rounds of the quotient within a round. "
             "error: RMS ratio of the logits, Paged against Dynamic; of a format against a DynamicCache "
             "with the K and V that the quantised cache gives back.",
@@ -73,6 +77,7 @@ def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> l
     exact = {name: caches[name] for name in ("dynamic", "paged")}
     errors = {"paged": workload.compare_logits(model, exact, token, dtype)}
     errors |= {name: _format_error(model, name, caches[name], token) for name in formats}
+    reader, _ = context.bandwidth
     timings = interleave(
         [
             *(workload.forward_contender(name, model, caches[name], token) for name in names),
@@ -81,11 +86,18 @@ def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> l
                 lambda: model(token, use_cache=False),
                 prepare=lambda: workload.use("dynamic", model),
             ),
+            reader.contender(),
         ],
         budget_s=context.budget_s(10.0),
         min_rounds=context.rounds(7),
     )
-    return [_row(dtype, tokens, name, timings, errors[name]) for name in names[1:]]
+    weight_bytes = sum(weights.nbytes for weights in model.parameters())
+    rows = []
+    for name in names[1:]:
+        read_bytes = weight_bytes + caches[name].memory_footprint().used_bytes
+        bandwidth = {"read_mb": read_bytes / 1e6, **reader.cells(timings, name, read_bytes)}
+        rows.append(_row(dtype, tokens, name, timings, {**bandwidth, "error": errors[name]}))
+    return rows
 
 
 def _format_error(model: Any, name: str, cache: Any, token: torch.Tensor) -> float:
@@ -101,7 +113,7 @@ def _format_error(model: Any, name: str, cache: Any, token: torch.Tensor) -> flo
     return workload.check(f"logits with a cache in {name}", error, FORMAT_TOLERANCE)
 
 
-def _row(dtype: torch.dtype, tokens: int, name: str, timings: Timings, error: float) -> Row:
+def _row(dtype: torch.dtype, tokens: int, name: str, timings: Timings, others: dict[str, Cell]) -> Row:
     speedup = timings.speedup(name, "dynamic")
     cells: dict[str, Cell] = {
         "dtype": workload.dtype_name(dtype),
@@ -112,7 +124,7 @@ def _row(dtype: torch.dtype, tokens: int, name: str, timings: Timings, error: fl
         "over_dynamic": speedup,
         "without_ms": 1e3 * timings.median_s("without"),
         "limit": timings.speedup("without", "dynamic"),
-        "error": error,
+        **others,
         "rounds": len(timings.seconds[name]),
     }
     return Row(cells, tuple(_bounds(dtype, tokens, name, speedup)))

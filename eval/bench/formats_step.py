@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eval.bench import layer_stacks
+from eval.bench import layer_stacks, readers
 from eval.bench.context import Context
 from eval.bench.layer_stacks import Case, LayerStack, Shape
 from eval.bench.readers import Reader, l3_bytes
@@ -17,7 +16,7 @@ from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fi
 from eval.bench.timing import STEPS, Contender, Timings, interleave
 from eval.bench.workload import check, rms_ratio
 from eval.caches import CacheUnavailable
-from eval.quality.stock import quantized_cache
+from eval.caches.stock import quantized_cache
 
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 TOKENS = (2048, 8192, 32768)
@@ -45,8 +44,7 @@ COLUMNS = (
     Column("dynamic_us", "Dynamic µs", fixed(0)),
     Column("over_dynamic", "x Dynamic", fixed(2)),
     Column("over_stock", "x stock", fixed(1)),
-    Column("gb_per_s", "GB/s", fixed(1)),
-    Column("bandwidth_percent", "%", fixed(0)),
+    *readers.COLUMNS,
     Column("error", "error", scientific),
 )
 
@@ -73,7 +71,7 @@ def run(context: Context) -> Result:
             f"stock: QuantizedCache in 4 bits with {STOCK}, {STOCK_LAYERS} layers; it quantises everything "
             "anew once in 128 tokens, which is not counted.",
             "x: median over rounds of the quotient within a round. GB/s: bytes of records and of blocks in "
-            f"the model's dtype over the whole call; %: of what this machine reads ({reader.name}).",
+            f"the model's dtype over the whole call; {reader.note}",
             "error: RMS ratio against attention in float32 over the K and V that the cache gives back.",
             *(f"x stock is left out: {reason}" for reason in sorted(missing)),
         ),
@@ -104,7 +102,7 @@ def measure(context: Context, shape: Shape, tokens: int, reader: Reader, missing
         layer_stacks.fill(stacks)
         errors = {stack.name: check_answer(stack) for stack in stacks}
         contenders = [Contender(stack.name, stack.step, stack.restore) for stack in stacks]
-        contenders.append(Contender(reader.name, reader.read))
+        contenders.append(reader.contender())
         timings = interleave(contenders, budget_s=context.budget_s(8.0), min_rounds=context.rounds(5))
     ours = [stack for stack in stacks if stack.name in ("paged", *FORMATS)]
     others = {stack.name: stack.layers for stack in stacks if stack not in ours}
@@ -167,9 +165,6 @@ def _row(
     speedups = {
         name: timings.speedup(stack.name, name) * stack.layers / layers for name, layers in others.items()
     }
-    rounds = zip(timings.seconds[stack.name], timings.seconds[reader.name], strict=True)
-    bytes_per_pass = kv_bytes * stack.layers
-    share = statistics.median((bytes_per_pass / ours) / (reader.bytes_read / read) for ours, read in rounds)
     form = "auto" if stack.name == "paged" else stack.name
     cells: dict[str, Cell] = {
         "shape": case.shape.name,
@@ -179,8 +174,7 @@ def _row(
         "dynamic_us": 1e6 * timings.median_s("dynamic") / others["dynamic"],
         "over_dynamic": speedups["dynamic"],
         "over_stock": speedups.get("stock"),
-        "gb_per_s": kv_bytes / step_s / 1e9,
-        "bandwidth_percent": 100 * share,
+        **reader.cells(timings, stack.name, kv_bytes * stack.layers),
         "error": error,
         "kv_bytes": kv_bytes,
         "backend": stack.cache.stats().backend,

@@ -17,6 +17,7 @@ COLUMNS = (
     Column("cache", "cache"),
     Column("peak_mb", "peak MB", fixed(1)),
     Column("rise_mb", "over baseline MB", fixed(1)),
+    Column("rise_ratio", "x Dynamic", fixed(2)),
     Column("kv_mb", "K and V MB", fixed(1)),
     Column("over_kv_mb", "rise - K and V MB", fixed(1)),
     Column("pool_bytes", "pool bytes", "{:,}".format),
@@ -71,7 +72,8 @@ def run(context: Context) -> Result:
         COLUMNS,
         rows,
         (
-            f"{method}; baseline: after loading the model and one short generate. MB = 10^6 bytes.",
+            f"{method}; baseline: after loading the model and one short generate; x: rise over that of "
+            "DynamicCache. MB = 10^6 bytes.",
             "K and V: in the model's dtype; of a format as it holds them. formula: 2 * layers * kv_heads * "
             "head_dim * dtype_bytes * blocks * block_size, of a pool in the model's dtype, whose tokens are "
             "those of DynamicCache.",
@@ -91,6 +93,7 @@ def _row(case: _Case, name: str, measured: dict[str, dict[str, Any]]) -> Row:
         "cache": name,
         "peak_mb": taken["peak_bytes"] / 1e6,
         "rise_mb": taken["rise_bytes"] / 1e6,
+        "rise_ratio": _ratio(taken["rise_bytes"], measured["dynamic"]["rise_bytes"]),
         "kv_mb": taken["kv_bytes"] / 1e6,
         "over_kv_mb": (taken["rise_bytes"] - taken["kv_bytes"]) / 1e6,
         "pool_bytes": pool,
@@ -102,6 +105,10 @@ def _row(case: _Case, name: str, measured: dict[str, dict[str, Any]]) -> Row:
         return Row(cells)
     peak_mb, dynamic_mb = (measured[cache]["peak_bytes"] / 1e6 for cache in (name, "dynamic"))
     return Row(cells, (Bound("peak", peak_mb, dynamic_mb, at_least=False, unit=" MB"),))
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 def _in_own_process(name: str, case: _Case) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eval.bench import workload
+from eval.bench import readers, workload
 from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
 from eval.bench.seed import SEED
@@ -24,6 +24,7 @@ COLUMNS = (
     Column("dynamic_ms", "Dynamic ms", fixed(0)),
     Column("paged_ms", "Paged ms", fixed(0)),
     Column("over_dynamic", "x Dynamic", fixed(3)),
+    *readers.COLUMNS,
     Column("error", "error", scientific),
 )
 
@@ -43,6 +44,8 @@ def run(context: Context) -> Result:
         rows,
         (
             f"{source}. The empty cache is a new one each time, so the paged pool's first touch is counted.",
+            "GB/s: K and V of the history over the whole forward, which computes more than it reads; "
+            f"{context.bandwidth[0].note}",
             "x: median over rounds of the quotient within a round. "
             "error: RMS ratio of the logits, Paged against Dynamic.",
         ),
@@ -61,7 +64,7 @@ def _prompt(context: Context, model: Any, prompt: torch.Tensor) -> Row:
         )
         for name in _NAMES
     ]
-    return _row(context, f"{PROMPT_TOKENS} tokens, empty cache", contenders, error)
+    return _row(context, f"{PROMPT_TOKENS} tokens, empty cache", contenders, error, None)
 
 
 def _chunk(context: Context, model: Any, chunk: torch.Tensor) -> Row:
@@ -70,18 +73,27 @@ def _chunk(context: Context, model: Any, chunk: torch.Tensor) -> Row:
     workload.fill(list(caches.values()), model, PROMPT_TOKENS)
     error = workload.compare_logits(model, caches, chunk, torch.float32)
     contenders = [workload.forward_contender(name, model, caches[name], chunk) for name in _NAMES]
-    return _row(context, f"{CHUNK_TOKENS} tokens after {PROMPT_TOKENS}", contenders, error)
+    history_bytes = caches["paged"].memory_footprint().used_bytes
+    return _row(context, f"{CHUNK_TOKENS} tokens after {PROMPT_TOKENS}", contenders, error, history_bytes)
 
 
-def _row(context: Context, case: str, contenders: list[Contender], error: float) -> Row:
+def _row(
+    context: Context, case: str, contenders: list[Contender], error: float, history_bytes: int | None
+) -> Row:
+    reader, _ = context.bandwidth
     timings = interleave(
-        contenders, budget_s=context.budget_s(20.0), min_rounds=context.rounds(5), max_rounds=15, steps=1
+        [*contenders, reader.contender()],
+        budget_s=context.budget_s(20.0),
+        min_rounds=context.rounds(5),
+        max_rounds=15,
+        steps=1,
     )
     speedup = timings.speedup("paged", "dynamic")
     cells: dict[str, Cell] = {
         "case": case,
         **{f"{name}_ms": 1e3 * timings.median_s(name) for name in _NAMES},
         "over_dynamic": speedup,
+        **({} if history_bytes is None else reader.cells(timings, "paged", history_bytes)),
         "error": error,
         "rounds": len(timings.seconds["paged"]),
     }

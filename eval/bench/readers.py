@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,12 +11,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eval.bench.results import Row
+from eval.bench.results import Cell, Column, Row, fixed
 from eval.bench.timing import Contender, Timings, interleave
 
 _L3_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _DEFAULT_L3_BYTES = 32 << 20
 _ROW = 4096
+COLUMNS = (
+    Column("gb_per_s", "GB/s", fixed(1)),
+    Column("read_gb_per_s", "machine", fixed(1)),
+    Column("bandwidth_percent", "%", fixed(0)),
+)
+"""What `Reader.cells` fills."""
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -30,6 +37,28 @@ class Reader:
     def bytes_per_s(self, timings: Timings) -> float:
         """Bandwidth from the timings of a contender of this name."""
         return self.bytes_read / timings.median_s(self.name)
+
+    def share(self, timings: Timings, name: str, read_bytes: float) -> float:
+        """Bandwidth of a contender that reads so many bytes in a step, over this reader's in its rounds."""
+        rounds = zip(timings.seconds[name], timings.seconds[self.name], strict=True)
+        return statistics.median((read_bytes / theirs) / (self.bytes_read / ours) for theirs, ours in rounds)
+
+    def cells(self, timings: Timings, name: str, read_bytes: float) -> dict[str, Cell]:
+        """The cells of `COLUMNS` for a contender that reads so many bytes in a step."""
+        return {
+            "gb_per_s": read_bytes / timings.median_s(name) / 1e9,
+            "read_gb_per_s": self.bytes_per_s(timings) / 1e9,
+            "bandwidth_percent": 100 * self.share(timings, name, read_bytes),
+        }
+
+    @property
+    def note(self) -> str:
+        """What the last two of `COLUMNS` say."""
+        return f"machine: read bandwidth in the same rounds ({self.name}); %: of that."
+
+    def contender(self) -> Contender:
+        """This reader, to be timed in the rounds of others."""
+        return Contender(self.name, self.read)
 
 
 def l3_bytes() -> int:
@@ -67,7 +96,7 @@ def readers() -> list[Reader]:
 def fastest(budget_s: float) -> tuple[Reader, list[Row]]:
     """Time all readers; return the fastest one and a row for each."""
     candidates = readers()
-    timings = interleave([Contender(r.name, r.read) for r in candidates], budget_s=budget_s)
+    timings = interleave([r.contender() for r in candidates], budget_s=budget_s)
     best = max(candidates, key=lambda reader: reader.bytes_per_s(timings))
     rows = [
         Row(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eval.bench import workload
+from eval.bench import readers, workload
 from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fixed, scientific
 from eval.bench.timing import STEPS, Contender, Timings, interleave
@@ -29,6 +29,7 @@ COLUMNS = (
     Column("seal_ms", "seal ms", fixed(3)),
     Column("per_token_us", "µs a token", fixed(1)),
     Column("share_percent", "% of a step", fixed(2)),
+    *readers.COLUMNS,
     Column("error", "error", scientific),
 )
 
@@ -50,7 +51,9 @@ def run(context: Context) -> Result:
         rows,
         (
             f"{source}. step: a forward of one token over K and V of the others; seal: one block.",
-            "%: seal over the tokens of a block over a step; median of the quotients within a round.",
+            "% of a step: seal over the tokens of a block over a step; median of quotients within a round.",
+            "GB/s: K and V of the block over sealing it, which may lie in the processor's caches; "
+            f"{context.bandwidth[0].note}",
             "error: RMS ratio of what the sealed block gives back against one sealed by plain torch.",
         ),
         time.perf_counter() - started_s,
@@ -62,15 +65,18 @@ def _measure(context: Context, model: Any, name: str, tokens: int) -> Row:
     workload.fill([cache], model, tokens - STEPS)
     pool, slot, record = _open_block(cache)
     error = _check(name, pool, slot, record)
+    reader, _ = context.bandwidth
     timings = interleave(
         [
             workload.forward_contender(name, model, cache, torch.tensor([[42]])),
             Contender("seal", lambda: pool.seal([slot], [record])),
+            reader.contender(),
         ],
         budget_s=context.budget_s(5.0),
         min_rounds=context.rounds(9),
     )
-    return _row(name, tokens, cache.stats().block_size, timings, error)
+    bandwidth = reader.cells(timings, "seal", pool.keys[slot].nbytes + pool.values[slot].nbytes)
+    return _row(name, tokens, cache.stats().block_size, timings, {**bandwidth, "error": error})
 
 
 def _open_block(cache: Any) -> tuple[Any, int, int]:
@@ -98,7 +104,7 @@ def _check(name: str, pool: Any, slot: int, record: int) -> float:
     return workload.check(f"a block sealed in {name}", max(errors), TOLERANCE)
 
 
-def _row(name: str, tokens: int, block_size: int, timings: Timings, error: float) -> Row:
+def _row(name: str, tokens: int, block_size: int, timings: Timings, others: dict[str, Cell]) -> Row:
     share = 100 / block_size / timings.speedup("seal", name)
     seal_s = timings.median_s("seal")
     cells: dict[str, Cell] = {
@@ -108,7 +114,7 @@ def _row(name: str, tokens: int, block_size: int, timings: Timings, error: float
         "seal_ms": 1e3 * seal_s,
         "per_token_us": 1e6 * seal_s / block_size,
         "share_percent": share,
-        "error": error,
+        **others,
         "rounds": len(timings.seconds[name]),
     }
     if name != REQUIRED:

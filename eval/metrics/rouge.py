@@ -6,7 +6,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from eval.metrics.base import TextMetric
 
-_VARIANTS = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
+VARIANTS = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
 
 
 class Rouge(TextMetric):
@@ -17,9 +17,9 @@ class Rouge(TextMetric):
 
     def score(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         """Return `rouge_1`, `rouge_2` and `rouge_l`."""
-        scorer = RougeScorer(list(_VARIANTS), use_stemmer=True)
+        scorer = RougeScorer(list(VARIANTS), use_stemmer=True)
         scores = [scorer.score(ref, pred) for ref, pred in zip(references, predictions, strict=True)]
         return {
             name: 100 * sum(score[variant].fmeasure for score in scores) / len(scores)
-            for variant, name in _VARIANTS.items()
+            for variant, name in VARIANTS.items()
         }

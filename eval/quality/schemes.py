@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from eval.caches import CacheUnavailable
+from eval.caches import CacheUnavailable, stock
 from eval.errors import UsageError, check_choice
-from eval.quality import stock, storage
+from eval.quality import storage
 from eval.quality.storage import Storage
 
 FORMATS = ("auto", "int8", "fp8", "k8v4", "int4", "int8_block", "int4_group")
@@ -71,7 +71,7 @@ def _stock(backend: str) -> Scheme:
         f"stock {backend}",
         f"QuantizedCache of transformers, int4, {backend}" + (f", {arguments}" if arguments else ""),
         lambda model: stock.quantized_cache(model.config, backend),
-        lambda cache, model, rows: storage.of_quantized(cache, stock.values_per_token(model), rows),
+        lambda cache, model, rows: storage.of_quantized(cache, storage.values_per_token(model), rows),
         "dynamic",
     )
 

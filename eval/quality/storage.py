@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from eval.caches.base import plain_tensors
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def of_quantized(cache: Any, values_per_token: int, rows: int) -> Storage:
     """
     stored = residual = residual_values = 0
     for layer in cache.layers:
-        stored += sum(map(_nbytes, _tensors((layer._quantized_keys, layer._quantized_values))))
+        stored += sum(map(_nbytes, plain_tensors((layer._quantized_keys, layer._quantized_values))))
         residual += layer.keys.nbytes + layer.values.nbytes
         residual_values += layer.keys.numel() + layer.values.numel()
     total = values_per_token * rows * cache.layers[0].cumulative_length
@@ -84,16 +85,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors inside tuples, dicts and tensors that are made of others."""
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            yield from _tensors(tuple(getattr(value, name) for name in names))
-        else:
-            yield value
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+def values_per_token(model: Any) -> int:
+    """Numbers of K and V of one token over all layers of a decoder."""
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)

@@ -1,81 +1,213 @@
-"""What a task is: where its data lie, how a sample becomes a prompt, how answers are scored."""
+"""What a task is: which samples it looks at, what a cache does with them, and what that is worth."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from eval.errors import UsageError
+import numpy as np
 
-DATA_DIR = Path(__file__).resolve().parent.parent / "data"
+from eval.caches import CacheEntry, KvBytes
+from eval.models import LoadedModel
+from eval.settings import Settings
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt as a chat user would write it, and the answer it is scored against."""
+    """One question to a model, and the answer it is scored against.
+
+    Attributes:
+        id: names it in the outputs.
+        prompt: text, as a chat user would write it.
+        reference: the answer.
+        facts: what else is known of it, by name.
+    """
 
     id: str
     prompt: str
-    reference: str
+    reference: str = ""
+    facts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Task:
-    """A data set of (input, reference) texts and what to do with it.
+class Unit:
+    """Samples that a cache serves together: the smallest thing that is run, recorded and resumed.
+
+    Attributes:
+        index: its place among the units of the task, the same in every process.
+        label: for the progress bar.
+        samples: in order.
+        inputs: what the task prepared for them, the same for every cache.
+    """
+
+    index: int
+    label: str
+    samples: tuple[Sample, ...]
+    inputs: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one sample.
+
+    Attributes:
+        id: of the sample.
+        text: the answer, if it is one.
+        reference: what it is scored against.
+        tokens: ids of the answer, up to and including the end-of-sequence token.
+        values: numbers by name.
+    """
+
+    id: str
+    text: str = ""
+    reference: str = ""
+    tokens: tuple[int, ...] = ()
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Time and memory of one unit with one cache.
+
+    Attributes:
+        rows: sequences that ran together.
+        prefill_ms: first forwards.
+        step_ms: decode steps; one step gives one token to every row.
+        kv: what the cache held at the end.
+        peak_bytes: peak memory, all included.
+        rise_bytes: peak memory above what was held before.
+    """
+
+    rows: int
+    prefill_ms: tuple[float, ...]
+    step_ms: tuple[float, ...]
+    kv: KvBytes
+    peak_bytes: int
+    rise_bytes: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One unit with one cache. `problem` says why there are no answers."""
+
+    answers: tuple[Answer, ...] = ()
+    measures: Measures | None = None
+    problem: str | None = None
+    failed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON writes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, written: dict[str, Any]) -> Outcome:
+        """The inverse of `to_dict`."""
+        measures = written["measures"]
+        return cls(
+            tuple(Answer(**{**a, "tokens": tuple(a["tokens"])}) for a in written["answers"]),
+            None if measures is None else _measures(measures),
+            written["problem"],
+            written["failed"],
+        )
+
+
+def _measures(written: dict[str, Any]) -> Measures:
+    lists = {name: tuple(written[name]) for name in ("prefill_ms", "step_ms")}
+    return Measures(**{**written, **lists, "kv": KvBytes(**written["kv"])})
+
+
+Statistic = Callable[[np.ndarray[Any, Any]], float]
+"""The value of a metric over the samples with these indices; an index may come more than once."""
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """A metric of a task.
+
+    Attributes:
+        key: for programs.
+        label: for people.
+        unit: `%`, `nats`, `tokens`, or nothing.
+        statistic: makes the statistic of some answers.
+        higher_is_better: which way is up.
+    """
+
+    key: str
+    label: str
+    unit: str
+    statistic: Callable[[Sequence[Answer]], Statistic]
+    higher_is_better: bool = True
+
+
+def mean_of(name: str, factor: float = 1.0) -> Callable[[Sequence[Answer]], Statistic]:
+    """The mean of one of the answers' values, times a factor."""
+
+    def make(answers: Sequence[Answer]) -> Statistic:
+        values = factor * np.array([answer.values[name] for answer in answers])
+        return lambda indices: float(values[indices].mean())
+
+    return make
+
+
+class Task(ABC):
+    """A registry entry; see the module for the words.
 
     Attributes:
         name: what `--tasks` and the table call it.
-        data_file: a JSON-lines file.
-        id_column: names the sample in the outputs.
-        input_column: fills `{input}` of `instruction`.
-        reference_column: the text that answers are scored against.
-        instruction: the user's message.
-        max_new_tokens: default length of an answer.
-        metrics: label of the metrics, in the order of `metric_keys`; for people.
-        metric_keys: the keys `score` returns.
+        title: one line for the report.
+        metrics: the first is the main one; none if only time and memory are looked at.
+        agreement: the metric that is also computed against the default cache's own answers.
+        needs_chat: whether prompts go through the tokenizer's chat template.
+        takes_dataset: whether `--dataset` can give it texts.
+        is_timed: whether its times are its result: then it runs alone, in one process.
     """
 
-    name: str
-    data_file: Path
-    id_column: str
-    input_column: str
-    reference_column: str
-    instruction: str
-    max_new_tokens: int
-    metrics: ClassVar[str] = ""
-    metric_keys: ClassVar[tuple[str, ...]] = ()
+    name: ClassVar[str]
+    title: ClassVar[str]
+    metrics: ClassVar[tuple[MetricSpec, ...]] = ()
+    agreement: ClassVar[MetricSpec | None] = None
+    needs_chat: ClassVar[bool] = False
+    takes_dataset: ClassVar[bool] = False
+    is_timed: ClassVar[bool] = False
 
-    def load(self, limit: int, seed: int) -> list[Sample]:
-        """Return `limit` samples (or all, when there are fewer), chosen by `seed`, the same for every cache.
+    @abstractmethod
+    def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
+        """All that is to be run, the same in every process and for every cache.
 
         Raises:
-            UsageError: when the file or one of the columns is missing; names the columns there are.
+            UsageError: the data cannot be had, or do not fit the model's context.
         """
-        rows = self._read()
-        chosen = rows.shuffle(seed=seed).select(range(min(limit, len(rows))))
-        return [self._sample(row) for row in chosen]
 
-    def score(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        """Return the metrics of `metric_keys`, in percent."""
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
+        """Run one unit with a fresh cache.
 
-    def _sample(self, row: dict[str, Any]) -> Sample:
-        text, reference = str(row[self.input_column]), str(row[self.reference_column])
-        return Sample(str(row[self.id_column]), self.instruction.format(input=text), reference)
+        Args:
+            loaded: the model; its attention is left as the cache wanted it.
+            unit: one of `units`.
+            entry: the contender.
+            reference: what `reference` gave for this unit.
 
-    def _read(self) -> Any:
-        # Imported late: it takes seconds, and a mistake in the settings should not.
-        import datasets
+        Raises:
+            CacheUnavailable: the cache cannot run here.
+        """
 
-        datasets.disable_progress_bars()
-        if not self.data_file.is_file():
-            raise UsageError(f"the data file of task {self.name!r} is missing: {self.data_file}")
-        rows = datasets.load_dataset("json", data_files=str(self.data_file), split="train")
-        wanted = (self.id_column, self.input_column, self.reference_column)
-        missing = [column for column in wanted if column not in rows.column_names]
-        if missing:
-            there = ", ".join(sorted(rows.column_names))
-            names = ", ".join(repr(column) for column in missing)
-            raise UsageError(f"unknown column {names} in {self.data_file.name}; choose from: {there}")
-        return rows
+    def reference(self, loaded: LoadedModel, unit: Unit) -> Any:
+        """What every contender of a unit is held against, if the task needs more than answers."""
+        return None
+
+    def details(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """Fields of a `Row` that only this task fills."""
+        return {}
+
+    def warm_up(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry) -> None:
+        """Run something short that is not measured: kernels are compiled and libraries set up at first use.
+
+        Raises:
+            CacheUnavailable: the cache cannot run here.
+        """
+        from eval.generate import warm_up
+
+        warm_up(loaded, entry)

@@ -11,9 +11,11 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from eval.bench import attention_step, layer_stacks, readers, registry, table, workload
+from eval.bench import attention_step, blocks, kernel_tests, layer_stacks, readers, registry, table, workload
 from eval.bench.attention_step import _Effort
 from eval.bench.cli import app
+from eval.bench.context import Context
+from eval.bench.kernel_tests import Outcome
 from eval.bench.layer_stacks import Case, Shape
 from eval.bench.readers import Reader
 from eval.bench.results import Bound, Column, Result, Row, WrongAnswer, fixed
@@ -26,6 +28,14 @@ TINY = Shape("tiny", 4, 2, 16)
 def small_l3(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (readers, layer_stacks):
         monkeypatch.setattr(module, "l3_bytes", lambda: 32 << 10)
+
+
+@pytest.fixture
+def green(monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    """The kernel tests passed; they are not run."""
+    outcome = Outcome("cpp", ["tests/kernels/test_cpp.py"], [], 7, 1, 2.0, "2026-01-01T00:00:00+00:00")
+    monkeypatch.setattr(kernel_tests, "require_green", lambda *args, **kwargs: outcome)
+    return outcome
 
 
 def tiny_llama() -> Any:
@@ -206,6 +216,28 @@ def test_readers_read_the_whole_buffer(small_l3: None) -> None:
         reader.read()
 
 
+def test_bandwidth_is_of_the_reader_in_the_same_rounds() -> None:
+    timings = Timings({"ours": [2.0, 1.0, 4.0], "reader": [1.0, 1.0, 1.0]})
+    cells = Reader("reader", 8_000_000_000, int).cells(timings, "ours", 4e9)
+    assert cells == {"gb_per_s": 2.0, "read_gb_per_s": 8.0, "bandwidth_percent": 25.0}
+    assert set(cells) == {column.key for column in readers.COLUMNS}
+
+
+# --- blocks -------------------------------------------------------------------------------------------------
+
+
+def test_bookkeeping_has_a_row_for_each_operation_with_ratios_to_the_smallest_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blocks, "POOL_SIZES", (16, 32))
+    monkeypatch.setattr(blocks, "MIN_BLOCKS_PER_TIMING", 32)
+    result = blocks.run(Context(quick=True))
+    assert [column.key for column in result.columns] == ["operation", "us_at_16", "us_at_32", "ratio_at_32"]
+    for row in result.rows:
+        assert row.cells["ratio_at_32"] == float(row.cells["us_at_32"]) / float(row.cells["us_at_16"])
+    assert len({row.cells["operation"] for row in result.rows}) == 5
+
+
 # --- whole models -------------------------------------------------------------------------------------------
 
 
@@ -272,23 +304,36 @@ def test_a_request_that_cannot_be_met_is_one_line_and_exit_code_2(arguments: lis
     assert result.stderr.count("\n") == 1
 
 
+def test_kernels_that_cannot_run_are_a_request_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "fortran")
+    result = CliRunner().invoke(app, ["--only", "bandwidth"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "error: HF_PAGED_CACHE_BACKEND must be one of cpp, triton, torch, reference"
+    )
+
+
 def test_benches_run_in_the_order_of_the_registry() -> None:
     assert [bench.name for bench in registry.chosen("prefill, attention")] == ["attention", "prefill"]
     assert [bench.name for bench in registry.chosen(None)] == list(registry.BENCHES)
 
 
-def test_a_run_prints_header_table_and_summary_and_writes_json(small_l3: None, tmp_path: Path) -> None:
+def test_a_run_prints_header_table_and_summary_and_writes_json(
+    small_l3: None, green: Outcome, tmp_path: Path
+) -> None:
     file = tmp_path / "bench.json"
     result = CliRunner().invoke(app, ["--only", "bandwidth", "--quick", "--json", str(file)])
     assert result.exit_code == 0, result.output
     assert "kernels: " in result.output
+    assert result.output.index("kernel tests (cpp): 7 passed") < result.output.index("GB/s")
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["environment"]["torch_threads"] == torch.get_num_threads()
+    assert document["kernel_tests"] == green.to_dict()
     (bench,) = document["results"]
     assert [row["best"] for row in bench["rows"]].count("best") == 1
 
 
-def test_a_wrong_answer_is_exit_code_1_and_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_is_exit_code_1_and_no_table(green: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(context: Any) -> Result:
         raise WrongAnswer("paged cache: RMS error ratio 1.0e+00")
 

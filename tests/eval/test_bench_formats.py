@@ -180,6 +180,10 @@ def test_a_decode_step_has_a_row_for_each_format(quick: Context) -> None:
     with torch.inference_mode():
         found = cells(decode_step._measure(quick, model, torch.float32, 192))
     assert list(found) == ["auto", "int8", "int4"]
+    held = {name: row["read_mb"] * 1e6 for name, row in found.items()}
+    weights = sum(part.nbytes for part in model.parameters())
+    assert held["auto"] == pytest.approx(weights + 2 * 2 * 192 * 16 * 4)
+    assert weights < held["int4"] < held["auto"]
     assert all(0.0 <= row["error"] <= decode_step.FORMAT_TOLERANCE for row in found.values())
     with torch.inference_mode():
         found = cells(decode_step._measure(quick, tiny_llama().bfloat16(), torch.bfloat16, 128))

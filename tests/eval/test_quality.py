@@ -12,9 +12,9 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import QuantizedLayer
 
-from eval.caches import CacheUnavailable
+from eval.caches import CacheUnavailable, stock
 from eval.errors import UsageError
-from eval.quality import offset, protocol, schemes, stock, storage, text
+from eval.quality import offset, protocol, schemes, storage, text
 from eval.quality.protocol import Comparison
 from eval.quality.schemes import SCHEMES, Scheme
 from eval.quality.score import Score, log_probabilities
@@ -209,7 +209,7 @@ def test_a_stock_cache_takes_chunks_and_its_quantised_part_is_counted_apart(ids:
         return Cache(layers=[ByteLayer(residual_length=128) for _ in range(LAYERS)])
 
     def measure(cache: Any, model: Any, rows: int) -> storage.Storage:
-        return storage.of_quantized(cache, stock.values_per_token(model), rows)
+        return storage.of_quantized(cache, storage.values_per_token(model), rows)
 
     scheme = Scheme("stock byte", "", create, measure, "dynamic")
     (outcome,) = protocol.run(shared_model("llama"), ids, [scheme], chunk=CHUNK).outcomes

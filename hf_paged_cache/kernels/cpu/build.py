@@ -155,7 +155,12 @@ def _digest(command: list[str], version: str) -> str:
     return digest.hexdigest()[:20]
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
+    """The user's folder for what need not be made again; it may be missing.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
     if named := os.environ.get("HF_PAGED_CACHE_DIR"):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -165,7 +170,7 @@ def _cache_dir() -> Path:
 def _cached(name: str, command: list[str]) -> ctypes.CDLL:
     """Load `name` from the cache; compile it first when it is missing or does not load."""
     try:
-        directory = _cache_dir()
+        directory = cache_dir()
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / name
         if path.exists():

@@ -1,0 +1,121 @@
+"""What the kernel tests last passed on: they need not run again while nothing that they depend on changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_paged_cache.kernels.cpu import build
+
+_FOLDERS = ("hf_paged_cache", "tests")
+_FILES = (
+    "pyproject.toml",
+    "eval/bench/green.py",
+    "eval/bench/kernel_tests.py",
+    "eval/bench/pytest_events.py",
+)
+_PACKAGES = ("torch", "transformers", "triton", "numpy", "pytest", "hypothesis")
+_VARIABLES = (
+    "HF_PAGED_CACHE_",
+    "CXX",
+    "TRITON_",
+    "OMP_",
+    "GOMP_",
+    "MKL_",
+    "ATEN_",
+    "TORCH",
+    "PYTORCH_",
+    "PYTHON",
+    "LD_",
+)
+"""Beginnings of the names of environment variables that choose a backend or how it computes."""
+
+
+def digest(root: Path, backend: str, tests: Iterable[str]) -> str:
+    """A name for all that the outcome of these tests depends on.
+
+    The sources of the package and of its tests, byte by byte; the tests asked for; versions; the processor;
+    the compiled library, whose name tells compiler and flags; threads and environment variables.
+
+    Args:
+        root: the checkout.
+        backend: whose tests they are.
+        tests: arguments that select them.
+    """
+    total = hashlib.sha256(json.dumps([list(tests), facts(backend)], sort_keys=True).encode())
+    for path in _sources(root):
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()
+
+
+def facts(backend: str) -> dict[str, Any]:
+    """What the tests depend on besides sources, ready for JSON."""
+    from eval import environment
+
+    described = environment.describe(torch.device("cpu"))
+    return {
+        **{key: described[key] for key in ("machine", "cpu", "cpu_count", "torch_threads")},
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "library": _library() if backend == "cpp" else None,
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)},
+    }
+
+
+def recall(name: str, wanted: str) -> dict[str, Any] | None:
+    """What was noted under a name, if it was noted with this digest; None otherwise."""
+    try:
+        noted = json.loads(_path(name).read_text(encoding="utf-8"))
+        return dict(noted["outcome"]) if noted["digest"] == wanted else None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # none, damaged, no home
+        return None
+
+
+def note(name: str, made: str, outcome: dict[str, Any]) -> None:
+    """Note a green run in place of the last one of this name; where nothing can be written, do nothing."""
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"digest": made, "outcome": outcome}, file, indent=1)
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _path(name: str) -> Path:
+    return build.cache_dir() / f"kernel-tests-{name}.json"
+
+
+def _sources(root: Path) -> list[Path]:
+    found = [path for folder in _FOLDERS for path in (root / folder).rglob("*")]
+    found += [root / name for name in _FILES]
+    return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _library() -> str | None:
+    """The file name of the compiled kernel, which hashes its sources, flags and compiler."""
+    try:
+        return Path(build.load().handle._name).name
+    except (build.BuildError, OSError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None

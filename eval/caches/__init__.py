@@ -1,0 +1,23 @@
+"""The caches that can be compared, one registry entry each. A cache serves one batch and is then dropped."""
+
+from __future__ import annotations
+
+from . import paged, stock
+from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention, tensor_bytes
+
+__all__ = [
+    "BASELINE",
+    "CACHES",
+    "CacheEntry",
+    "CacheUnavailable",
+    "Demand",
+    "KvBytes",
+    "restore_attention",
+    "tensor_bytes",
+]
+
+BASELINE = "dynamic"
+"""The cache whose answers the others are compared with."""
+
+CACHES: dict[str, CacheEntry] = {entry.name: entry for entry in (*stock.ENTRIES, *paged.ENTRIES)}
+"""Name -> contender, in the order of the table."""

@@ -1,0 +1,97 @@
+"""What a contender is: how its cache is made, copied and weighed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class CacheUnavailable(Exception):
+    """A cache that cannot run here; the message says why and becomes its row in the table."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a cache is about to hold.
+
+    Attributes:
+        rows: sequences of the batch.
+        tokens: of the longest of them, when all is done.
+    """
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class KvBytes:
+    """What a cache holds after a batch, in bytes.
+
+    Attributes:
+        used_bytes: keys and values kept, as they are kept, with padding and part-filled blocks.
+        allocated_bytes: what was set aside for them; memory no one has touched costs nothing on a CPU.
+        details: what the cache itself reports.
+    """
+
+    used_bytes: int
+    allocated_bytes: int
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One contender.
+
+    Attributes:
+        name: what `--caches` and the table call it.
+        title: one line for the report.
+        create: makes a fresh cache of a model for what it will hold; leaves the model's attention as this
+            cache wants it, whatever the contender before it left behind. Raises `CacheUnavailable`.
+        kv_bytes: reads a cache that has just been used.
+        duplicate: a cache that goes on from where the first one is, without changing it.
+    """
+
+    name: str
+    title: str
+    create: Callable[[Any, Demand], Any]
+    kv_bytes: Callable[[Any], KvBytes]
+    duplicate: Callable[[Any], Any] = copy.deepcopy
+
+
+def restore_attention(model: Any) -> None:
+    """Undo what a paged cache did to the model's attention; no effect on a model never patched."""
+    try:
+        from hf_paged_cache import disable
+    except ImportError:
+        return  # what cannot be imported has patched nothing
+    disable(model)
+
+
+def tensor_bytes(cache: Any) -> KvBytes:
+    """The bytes of all tensors that the layers of a stock cache hold, each storage counted once."""
+    seen: dict[int, int] = {}
+    for layer in cache.layers:
+        for tensor in plain_tensors(tuple(vars(layer).values())):
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    total = sum(seen.values())
+    return KvBytes(total, total, {"tensor_bytes": total})
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors inside tuples, lists, dicts, and tensors that are made of others."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from plain_tensors(tuple(getattr(value, name) for name in names))
+        else:
+            yield value
+    elif isinstance(value, dict):
+        yield from plain_tensors(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from plain_tensors(item)

@@ -1,0 +1,46 @@
+"""Pictures of a run, one for each question.
+
+They need matplotlib (extra `plots`); without it a run has none, and its report says how to get them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eval.plots.looks import looks_of
+from eval.plots.picture import Picture
+from eval.rows import Run
+
+__all__ = ["Picture", "draw"]
+
+
+def draw(run: Run, folder: Path) -> list[Picture] | None:
+    """Write the pictures of a run into its folder, as PNG; a question that was not asked has none.
+
+    Args:
+        run: what was measured.
+        folder: exists already.
+
+    Returns:
+        What was written, or None where matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return None
+    from eval.plots import bars, frontier, heat, memory_by_context, time_by_context
+
+    looks = looks_of(run.rows)
+    written: list[Picture] = []
+    for question in (frontier, heat, memory_by_context, time_by_context, bars.MEMORY, bars.TIME):
+        figure = question.figure(run.rows, looks)
+        if figure is not None:
+            figure.suptitle(f"{question.PICTURE.title}\n{_about(run)}", fontsize="medium", parse_math=False)
+            figure.savefig(folder / question.PICTURE.file_name, format="png")
+            written.append(question.PICTURE)
+    return written
+
+
+def _about(run: Run) -> str:
+    words = [Path(run.source).name, run.settings.get("dtype"), run.environment.get("device")]
+    return ", ".join(str(word) for word in words if word)

@@ -1,0 +1,123 @@
+"""Memory and time of each task as bars, for runs that did not measure them by context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+
+from eval.lookups import MIB, by_task
+from eval.plots.looks import Look
+from eval.plots.picture import Picture
+from eval.rows import Row, Spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WIDTH_INCHES = 9.0
+_INCHES_PER_BAR = 0.36
+_INCHES_PER_TASK = 0.5  # its name
+_INCHES_AROUND = 1.3  # title above, axis below
+_DPI = 120
+_ROOM_FOR_NUMBERS = 1.25
+# Light enough for the hatch to be seen; told apart by the hatch alone when printed in grey.
+_COLOURS = ("#dddddd", "#8ecae6", "#ffd166", "#b7e4c7", "#f4a6a6", "#cdb4db")
+_HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "++")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One column of bars.
+
+    Attributes:
+        label: of its axis, with the unit.
+        value: what it shows of a row, in that unit; None where it was not measured.
+        spec: how the number at the end of a bar is written.
+    """
+
+    label: str
+    value: Callable[[Row], float | None]
+    spec: str
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One question and the measures that answer it, side by side."""
+
+    PICTURE: Picture
+    measures: tuple[Measure, ...]
+
+    def figure(self, rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
+        """Return a line of panels for each task; None where lines over contexts say it better."""
+        if any(row.contexts for row in rows) or not any(m.value(row) for row in rows for m in self.measures):
+            return None
+        height = _INCHES_AROUND + _INCHES_PER_TASK * len(by_task(rows)) + _INCHES_PER_BAR * len(rows)
+        result = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
+        _fill(result, self.measures, by_task(rows), {cache: number for number, cache in enumerate(looks)})
+        return result
+
+
+def _mib(value: int | None) -> float | None:
+    return None if value is None else value / MIB
+
+
+def _median(value: Spread | None) -> float | None:
+    return None if value is None else value.median
+
+
+MEMORY = Bars(
+    Picture(
+        "memory.png", "Memory", "Left: keys and values held at the end. Right: what a batch took at most."
+    ),
+    (
+        Measure("KV held at the end, largest batch (MiB)", lambda row: _mib(row.kv_bytes), ".2f"),
+        Measure("Largest rise of memory in a batch (MiB)", lambda row: _mib(row.rise_bytes), ".0f"),
+    ),
+)
+TIME = Bars(
+    Picture("time.png", "Time", "Left: the forward of the whole prompt. Right: one decode step."),
+    (
+        Measure("Prefill, median (ms)", lambda row: _median(row.prefill_ms), ".1f"),
+        Measure("Decode, median over steps (ms/token)", lambda row: _median(row.decode_ms), ".2f"),
+    ),
+)
+
+
+def _fill(
+    figure: Figure, measures: Sequence[Measure], tasks: Mapping[str, list[Row]], numbers: Mapping[str, int]
+) -> None:
+    grid: Any = figure.subplots(
+        len(tasks),
+        len(measures),
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+        height_ratios=[len(of_task) for of_task in tasks.values()],
+    )
+    for axes_of_task, of_task in zip(grid, tasks.values(), strict=True):
+        for axes, measure in zip(axes_of_task, measures, strict=True):
+            _bars(axes, measure, of_task, numbers)
+        axes_of_task[0].invert_yaxis()  # shared by the row: the first cache is on top
+    for axes, measure in zip(grid[-1], measures, strict=True):
+        axes.set_xlabel(measure.label)
+        values = (measure.value(row) for of_task in tasks.values() for row in of_task)
+        longest = max((value for value in values if value is not None), default=0.0)
+        axes.set_xlim(0, _ROOM_FOR_NUMBERS * longest or 1)
+
+
+def _bars(axes: Axes, measure: Measure, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
+    values = [measure.value(row) for row in rows]
+    bars = axes.barh(
+        [row.cache for row in rows],
+        [0.0 if value is None else value for value in values],
+        color=[_COLOURS[numbers[row.cache] % len(_COLOURS)] for row in rows],
+        hatch=[_HATCHES[numbers[row.cache] % len(_HATCHES)] for row in rows],
+        edgecolor="black",
+        linewidth=0.6,
+    )
+    texts = ["not measured" if value is None else format(value, measure.spec) for value in values]
+    axes.bar_label(bars, texts, padding=3)
+    axes.set_title(rows[0].task, loc="left", fontsize="medium", fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,1 @@
+"""The tables of README.md, made from `eval/results/`: `python -m eval.readme`."""

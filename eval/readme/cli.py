@@ -1,0 +1,79 @@
+"""The command line of `python -m eval.readme`."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eval.console import write_results
+from eval.errors import UsageError
+from eval.readme import markers, registry
+from eval.readme.results import FOLDER, Results
+
+EXIT_DISAGREES = 1
+EXIT_USAGE = 2
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def readme(
+    write: Annotated[bool, typer.Option("--write", help="Put the tables into the file.")] = False,
+    file: Annotated[Path, typer.Option(help="The text; default: README.md.", show_default=False)] = README,
+    results: Annotated[
+        Path, typer.Option(help="A folder; default: eval/results.", show_default=False)
+    ] = FOLDER,
+) -> None:
+    """Check that the tables of the README are what `eval/results/` gives, or with --write make them so.
+
+    The exit code is 1 where they differ; the lines that do are printed.
+    """
+    try:
+        differences = update(file, results, write)
+    except UsageError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_USAGE) from error
+    for line in differences:
+        typer.echo(line)
+    if differences and not write:
+        typer.echo(
+            f"{file} disagrees with {results}; `python -m eval.readme --write` makes it agree", err=True
+        )
+        raise typer.Exit(EXIT_DISAGREES)
+
+
+def update(file: Path, folder: Path, write: bool) -> list[str]:
+    """Lines to take out of the file (`-`) and to put in (`+`), with their numbers; with `write` it is done.
+
+    Raises:
+        UsageError: the file or a result cannot be read or written, or markers are missing.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    results = Results(folder)
+    old = text.splitlines()
+    new = markers.filled(old, {name: make(results) for name, make in registry.TABLES.items()})
+    if write and new != old:
+        write_results(file, "\n".join(new) + "\n")
+    return _differences(old, new)
+
+
+def _differences(old: list[str], new: list[str]) -> list[str]:
+    lines = []
+    for kind, first, last, new_first, new_last in difflib.SequenceMatcher(None, old, new).get_opcodes():
+        if kind != "equal":
+            lines += [f"{first + 1}: - {line}" for line in old[first:last]]
+            lines += [f"{first + 1}: + {line}" for line in new[new_first:new_last]]
+    return lines
+
+
+def main() -> None:
+    """Run the command line; the exit code is 0, 1 (they differ) or 2 (a file or a marker is wrong)."""
+    sys.exit(app())

@@ -1,0 +1,108 @@
+"""What a report says of a run, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.lookups import by_task, problems, shared_context
+from eval.plots import Picture
+from eval.report import details
+from eval.report.answers import answers
+from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells, score_heading
+from eval.report.document import Block, Bullets, Document, Figure, Grid, Paragraph, Section
+from eval.report.numbers import NOTHING
+from eval.rows import Row, Run
+
+NO_PICTURES = "Not drawn, because matplotlib is not installed: pip install 'hf-paged-cache[plots]'"
+
+
+def document(run: Run, pictures: Sequence[Picture] | None) -> Document:
+    """Return the report.
+
+    Args:
+        run: what was measured.
+        pictures: what lies beside the report; None where matplotlib is not installed.
+    """
+    sections = [
+        Section("What was compared", _subject(run)),
+        Section("Results", [Paragraph(DIFFERENCE_RULE)], _results(run.rows)),
+        Section("Pictures", _pictures(pictures)),
+        Section("In full", [Paragraph(details.BRACKETS)], details.sections(run.rows)),
+        Section("What the columns mean", [Bullets(_meanings(run))]),
+        Section("Answers", (), answers(run.predictions)),
+        Section("Settings", [_mapping(run.settings)]),
+        Section("Machine", [_mapping(run.environment)]),
+    ]
+    return Document(
+        "Caches compared", [section for section in sections if section.blocks or section.sections]
+    )
+
+
+def _subject(run: Run) -> list[Block]:
+    processes = "one process" if run.processes == 1 else f"{run.processes} processes"
+    about = [
+        ("model", run.source),
+        ("weights and activations", str(run.settings.get("dtype", "of unknown dtype"))),
+        ("machine", _machine(run.environment)),
+        ("time", f"{run.seconds:.0f} s in {processes}, the model's loading included"),
+    ]
+    caches = list(dict.fromkeys(row.cache for row in run.rows))
+    blocks: list[Block] = [Bullets(about), Grid(["cache", "what it is"], _titles(run.titles, caches), 2)]
+    missing = [("", problem) for problem in problems(run.rows)]
+    return [*blocks, Paragraph("These could not be measured:"), Bullets(missing)] if missing else blocks
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    words = [environment.get(key) for key in ("machine", "cpu")]
+    count, gpu = environment.get("cpu_count"), environment.get("gpu") or {}
+    words += [f"{count} CPUs" if count else None, gpu.get("name")]
+    device = environment.get("device", "an unknown device")
+    return ", ".join([*(str(word) for word in words if word), f"the model on {device}"])
+
+
+def _titles(titles: Mapping[str, str], caches: Sequence[str]) -> list[list[str]]:
+    return [[cache, titles.get(cache, NOTHING)] for cache in caches]
+
+
+def _results(rows: Sequence[Row]) -> list[Section]:
+    return [Section(_task_title(task, of_task), [_main(of_task)]) for task, of_task in by_task(rows).items()]
+
+
+def _task_title(task: str, rows: Sequence[Row]) -> str:
+    context_tokens = shared_context(rows)
+    if context_tokens is not None:
+        return f"{task}, at {context_tokens} tokens"
+    samples = max(row.samples for row in rows)
+    return f"{task}, {samples} samples" if samples else task
+
+
+def _main(rows: Sequence[Row]) -> Grid:
+    headings = [column.heading.replace("/ ", "/") for column in COLUMNS]
+    headings[1] = score_heading(rows) or headings[1]
+    lines = cells(rows)
+    said = [index for index in range(len(headings)) if any(line[index] != NOTHING for line in lines)]
+    return Grid([headings[index] for index in said], [[line[index] for index in said] for line in lines])
+
+
+def _pictures(pictures: Sequence[Picture] | None) -> list[Block]:
+    if pictures is None:
+        return [Paragraph(NO_PICTURES)]
+    return [Figure(picture) for picture in pictures]
+
+
+def _meanings(run: Run) -> list[tuple[str, str]]:
+    columns = [(column.heading.replace("/ ", "/"), column.meaning) for column in COLUMNS]
+    return [*columns, *details.MEANINGS, ("memory", run.memory_method)]
+
+
+def _mapping(values: Mapping[str, Any]) -> Grid:
+    return Grid(["", "value"], [[str(key), _text(value)] for key, value in values.items()], text_columns=2)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items() if item is not None) or NOTHING
+    if isinstance(value, list | tuple):
+        return ", ".join(str(item) for item in value) or NOTHING
+    return NOTHING if value is None else str(value)

@@ -1,0 +1,64 @@
+"""A report before it is Markdown or HTML: sections of paragraphs, lists, tables, pictures; all plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from eval.plots import Picture
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A few sentences."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list; each item is (what it is about, what is said of it)."""
+
+    items: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        headings: one for each column.
+        rows: the text of every cell.
+        text_columns: so many columns at the left hold words, the others numbers.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: int = 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture that lies beside the report."""
+
+    picture: Picture
+
+
+Block = Paragraph | Bullets | Grid | Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, and what stands below it."""
+
+    title: str
+    blocks: Sequence[Block] = ()
+    sections: Sequence[Section] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole report."""
+
+    title: str
+    sections: Sequence[Section]

@@ -1,0 +1,112 @@
+"""The files of a run folder: `write` makes them, `read` is its inverse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval import plots
+from eval.errors import UsageError
+from eval.report.content import document
+from eval.report.html import html
+from eval.report.markdown import markdown
+from eval.rows import Run
+
+RESULTS_FILE = "results.json"
+PREDICTIONS_FILE = "predictions.jsonl"
+
+
+def write(run: Run, folder: Path) -> None:
+    """Write all that a run leaves behind into `folder`, making it.
+
+    `config.yaml` (what `--config` takes), `results.json` (see `read`), `predictions.jsonl` (an answer in
+    each line), the pictures, and two reports for people: `report.md`, which needs the pictures beside it, and
+    `report.html`, which holds them. Without matplotlib there are no pictures, and the reports say how to get
+    them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = plots.draw(run, folder)
+    report = document(run, pictures)
+    files = {
+        "config.yaml": yaml.safe_dump(run.settings, sort_keys=False, allow_unicode=True),
+        RESULTS_FILE: results_json(run),
+        PREDICTIONS_FILE: "".join(_json(dataclasses.asdict(p)) + "\n" for p in run.predictions),
+        "report.md": markdown(report),
+        "report.html": html(report, folder),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def results_json(run: Run) -> str:
+    """Return the text of `results.json`: the fields of `Run`, but for the answers.
+
+    JSON has no word for numbers that are not finite; they are written as the strings `nan`, `inf`, `-inf`.
+    """
+    fields = dataclasses.asdict(run)
+    del fields["predictions"]
+    return _json(fields, indent=1) + "\n"
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read(path: Path) -> Run:
+    """Return the run that `write` wrote.
+
+    Args:
+        path: a run folder, or a file like its `results.json`. The answers come from `predictions.jsonl`
+            beside it; where there is no such file, the run has none.
+
+    Raises:
+        UsageError: it cannot be read, or is no result of this version.
+    """
+    file = path / RESULTS_FILE if path.is_dir() else path
+    answers = file.with_name(PREDICTIONS_FILE)
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        # Not splitlines(): an answer may hold other ends of a line than this one, and JSON leaves them be.
+        lines = answers.read_text(encoding="utf-8").split("\n") if answers.is_file() else []
+        predictions = [json.loads(line) for line in lines if line]
+        run: Run = _build(Run, {**fields, "predictions": predictions})
+    except OSError as error:
+        raise UsageError(f"cannot read the results {file}: {error.strerror}") from error
+    # Text that is no JSON is a ValueError; a field too few, too many or of another type one of these.
+    except (ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{file} holds no results of this version of `python -m eval`: {reason}") from error
+    return run
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """Return `value`, as JSON gives it, as the type `kind`: a dataclass, a container, or a plain one."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        unknown = sorted(value.keys() - hints.keys())
+        if unknown:
+            raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
+    if value is None:
+        return None
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is types.UnionType:
+        return _build(next(one for one in arguments if one is not types.NoneType), value)
+    if typing.get_origin(kind) in (tuple, list):
+        return typing.get_origin(kind)(_build(arguments[0], item) for item in value)
+    return float(value) if kind is float else value

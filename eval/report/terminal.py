@@ -1,0 +1,76 @@
+"""The one table that the terminal shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from eval.lookups import by_task, problems, shared_context
+from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells, score_heading
+from eval.rows import Row
+
+_FULL_WIDTH = 100
+_GAP = 1
+"""Between columns: the box draws it."""
+
+
+def table(rows: Sequence[Row], width: int = _FULL_WIDTH) -> Table:
+    """Return the rows as a rich table, tasks set apart; what kept a cache from running is said below it.
+
+    Args:
+        rows: the table's lines.
+        width: characters there are; the columns that a reader can best do without go where they are few.
+    """
+    sections = {task: [_head(task, of_task), *cells(of_task)] for task, of_task in by_task(rows).items()}
+    kept = _fitting([_heading(column.heading) for column in COLUMNS], sections, width)
+    # Text, not strings: rich reads brackets in strings as markup, and an error's message may hold some.
+    result = Table(
+        title="Caches compared",
+        caption=Text("\n".join([*problems(rows), DIFFERENCE_RULE])),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        show_edge=False,
+    )
+    for index in kept:
+        column = COLUMNS[index]
+        justify = "left" if column.is_text else "right"
+        result.add_column(_heading(column.heading), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for lines in sections.values():
+        for number, line in enumerate(lines):
+            style = "bold" if number == 0 else None
+            last = number == len(lines) - 1
+            result.add_row(*(Text(line[index]) for index in kept), style=style, end_section=last)
+    return result
+
+
+def _head(task: str, rows: Sequence[Row]) -> list[str]:
+    """Return the line above a task's rows: its name, and what its score is or where it was measured."""
+    context_tokens = shared_context(rows)
+    where = score_heading(rows) if context_tokens is None else f"at {context_tokens} tokens"
+    return [task, where, *[""] * (len(COLUMNS) - 2)]
+
+
+def _heading(text: str) -> str:
+    return text.replace("/ ", "/\n") if "/ " in text else text.replace(" ", "\n", 1)
+
+
+def _fitting(headings: Sequence[str], sections: dict[str, list[list[str]]], width: int) -> list[int]:
+    """Return the indices of the columns that fit."""
+    lines = [line for section in sections.values() for line in section]
+    widths = [
+        max(cell_len(text) for text in [*heading.splitlines(), *(line[index] for line in lines)])
+        for index, heading in enumerate(headings)
+    ]
+    kept = list(range(len(COLUMNS)))
+    while sum(widths[index] + _GAP for index in kept) - _GAP > width:
+        least = max(kept, key=lambda index: COLUMNS[index].left_out)
+        if COLUMNS[least].left_out == 0:
+            break
+        kept.remove(least)
+    return kept

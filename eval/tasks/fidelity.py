@@ -1,0 +1,147 @@
+"""How near the next tokens are to those of the default cache, one decode step after another.
+
+The default cache goes on from a text; then every cache is fed the text and the default's own tokens, and its
+distribution at each step is compared. So all are asked the same, and the first step at which a cache would
+have chosen another token is where its own answer would have left the default's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eval import data_source, long_text
+from eval.caches import BASELINE, CACHES, CacheEntry, Demand
+from eval.data_source import DATA_DIR, Source
+from eval.errors import UsageError
+from eval.generate import check_context, forward, prefill
+from eval.measure import StepTimer, peak_memory
+from eval.models import LoadedModel
+from eval.settings import Settings
+
+from .base import Answer, Measures, MetricSpec, Outcome, Sample, Task, Unit, mean_of
+
+PROMPT_TOKENS = 1024
+STEPS = 64
+SAMPLES_PER_TEXT = 8
+"""What a text counts for: it takes as long as so many short answers."""
+_CATALOGUE = Source(str(DATA_DIR / "catalogue.jsonl"), {"input": "text"})
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the default cache said.
+
+    Attributes:
+        tokens: `[rows, steps]`.
+        log_probs: `[rows, steps, vocabulary]`.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+
+
+class Fidelity(Task):
+    """Texts of 1024 tokens, and the next 64 steps."""
+
+    name = "fidelity"
+    title = f"the next {STEPS} tokens after texts of {PROMPT_TOKENS}, beside those of the default cache"
+    metrics = (
+        MetricSpec("kl", "KL", "nats", mean_of("kl"), higher_is_better=False),
+        MetricSpec("top1", "top-1 agreement", "%", mean_of("top1", 100.0)),
+        MetricSpec("divergence", "tokens before the first difference", "tokens", mean_of("divergence")),
+    )
+
+    def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
+        """Batches of texts that do not overlap."""
+        needed = PROMPT_TOKENS + STEPS
+        check_context(loaded.model, needed, "the texts of the task 'fidelity'", "leave the task away")
+        texts = [row["input"] for row in data_source.read(_CATALOGUE, ("input",), None, 0)]
+        ids = long_text.token_ids(loaded.tokenizer, "\n\n".join(texts)).to(loaded.device)
+        count = min(-(-settings.limit // SAMPLES_PER_TEXT), len(ids) // PROMPT_TOKENS)
+        if count == 0:
+            raise UsageError(f"the texts of the task 'fidelity' are shorter than {PROMPT_TOKENS} tokens")
+        prompts = ids[: count * PROMPT_TOKENS].view(count, PROMPT_TOKENS)
+        size = settings.batch_size
+        parts = [prompts[i : i + size] for i in range(0, count, size)]
+        names = iter(range(count))
+        return [
+            Unit(
+                index,
+                f"batch {index + 1}/{len(parts)}",
+                tuple(Sample(f"text {next(names)}", "") for _ in part),
+                part,
+            )
+            for index, part in enumerate(parts)
+        ]
+
+    def reference(self, loaded: LoadedModel, unit: Unit) -> Reference:
+        """The default cache's tokens and distributions."""
+        prompts: torch.Tensor = unit.inputs
+        with torch.inference_mode():
+            cache = CACHES[BASELINE].create(loaded.model, _demand(prompts))
+            steps = list(_steps(loaded, prompts, cache, None))
+        log_probs = torch.stack([logits.log_softmax(-1) for logits in steps], dim=1)
+        return Reference(log_probs.argmax(-1), log_probs)
+
+    def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Reference) -> Outcome:
+        """Feed one batch and the default's tokens."""
+        prompts: torch.Tensor = unit.inputs
+        memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
+        kl: list[torch.Tensor] = []
+        chosen: list[torch.Tensor] = []
+        with torch.inference_mode(), memory, timer:
+            cache = entry.create(loaded.model, _demand(prompts))
+            for step, logits in enumerate(_steps(loaded, prompts, cache, reference.tokens)):
+                kl.append(_kl(reference.log_probs[:, step], logits))
+                chosen.append(logits.argmax(-1))
+        answers = _answers(unit, reference.tokens, torch.stack(chosen, 1), torch.stack(kl, 1))
+        # A step is not timed: comparing distributions lies between two forwards.
+        measures = Measures(
+            len(prompts), (timer.prefill_ms,), (), entry.kv_bytes(cache), memory.peak_bytes, memory.rise_bytes
+        )
+        return Outcome(answers, measures)
+
+
+def _demand(prompts: torch.Tensor) -> Demand:
+    return Demand(prompts.shape[0], prompts.shape[1] + STEPS)
+
+
+def _steps(
+    loaded: LoadedModel, prompts: torch.Tensor, cache: Any, tokens: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """Logits `[rows, vocabulary]` of every step, in float32; without tokens the likeliest are fed."""
+    logits = prefill(loaded, prompts, cache).float()
+    yield logits
+    for step in range(STEPS - 1):
+        token = logits.argmax(-1) if tokens is None else tokens[:, step]
+        logits = forward(loaded, token[:, None], cache)[:, -1].float()
+        yield logits
+
+
+def _kl(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """KL divergence of every row in nats, from log-probabilities and logits `[rows, vocabulary]`."""
+    difference = reference - logits.log_softmax(-1)
+    return (reference.exp() * difference).sum(-1)
+
+
+def _answers(
+    unit: Unit, expected: torch.Tensor, chosen: torch.Tensor, kl: torch.Tensor
+) -> tuple[Answer, ...]:
+    same = chosen == expected
+    before = same.long().cumprod(1).sum(1)
+    return tuple(
+        Answer(
+            sample.id,
+            tokens=tuple(chosen[row].tolist()),
+            values={
+                "kl": float(kl[row].mean()),
+                "top1": float(same[row].float().mean()),
+                "divergence": float(before[row]),
+            },
+        )
+        for row, sample in enumerate(unit.samples)
+    )

@@ -1,0 +1,97 @@
+"""Prefill and decode at several contexts, the caches in turn within every round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eval import long_text
+from eval.caches import CacheEntry
+from eval.generate import check_context, context_tokens, generate_batch
+from eval.models import LoadedModel
+from eval.rows import AtContext
+from eval.settings import Settings
+from eval.spread import spread
+
+from .base import Answer, Measures, Outcome, Sample, Task, Unit
+
+STEPS = 24
+ROUNDS = 3
+_DEFAULT_CONTEXTS = (256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of exactly so many tokens, `[1, tokens]`."""
+
+    ids: torch.Tensor
+
+
+class Latency(Task):
+    """One sequence of real text at a time: its prompt, then 24 tokens."""
+
+    name = "latency"
+    title = f"a prompt and {STEPS} tokens, {ROUNDS} rounds at each context"
+    is_timed = True
+
+    def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
+        """Every context, in every round."""
+        contexts = _contexts(loaded, settings)
+        ids = long_text.token_ids(loaded.tokenizer, long_text.shipped()).to(loaded.device)
+        jobs = [(tokens, turn) for turn in range(ROUNDS) for tokens in contexts]
+        return [
+            Unit(
+                index,
+                f"{tokens} tokens, round {turn + 1}/{ROUNDS}",
+                (Sample(f"{tokens} tokens, round {turn + 1}", "", facts={"context_tokens": float(tokens)}),),
+                Prompt(ids[:tokens][None]),
+            )
+            for index, (tokens, turn) in enumerate(jobs)
+        ]
+
+    def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
+        """One prompt and its steps."""
+        prompt: Prompt = unit.inputs
+        inputs = {"input_ids": prompt.ids, "attention_mask": torch.ones_like(prompt.ids)}
+        rows, measures = generate_batch(loaded, inputs, entry, STEPS + 1, is_exact=True)
+        sample = unit.samples[0]
+        return Outcome((Answer(sample.id, tokens=tuple(rows[0]), values=sample.facts),), measures)
+
+    def details(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """The rounds of each context taken together."""
+        rounds: dict[int, list[Measures]] = {}
+        for outcome in outcomes:
+            assert outcome.measures is not None, "a finished unit has measures"
+            rounds.setdefault(int(outcome.answers[0].values["context_tokens"]), []).append(outcome.measures)
+        return {"contexts": tuple(_at(tokens, measures) for tokens, measures in sorted(rounds.items()))}
+
+
+def _contexts(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
+    room = STEPS + 1
+    if settings.contexts is not None:
+        check_context(
+            loaded.model,
+            max(settings.contexts) + room,
+            "the prompts and answers of the task 'latency'",
+            "smaller --contexts",
+        )
+        return settings.contexts
+    limit = context_tokens(loaded.model) or max(_DEFAULT_CONTEXTS) + room
+    return [tokens for tokens in _DEFAULT_CONTEXTS if tokens + room <= limit] or [max(1, limit - room)]
+
+
+def _at(tokens: int, measures: Sequence[Measures]) -> AtContext:
+    steps = spread([ms for each in measures for ms in each.step_ms])
+    return AtContext(
+        context_tokens=tokens,
+        prefill_ms=spread([ms for each in measures for ms in each.prefill_ms]),
+        decode_ms=steps,
+        tokens_per_s=1000 * measures[0].rows / steps.median,
+        kv_bytes=max(each.kv.used_bytes for each in measures),
+        kv_allocated_bytes=max(each.kv.allocated_bytes for each in measures),
+        rise_bytes=round(statistics.median(each.rise_bytes for each in measures)),
+    )

@@ -1,0 +1,115 @@
+"""Perplexity on long real text, read through the cache in chunks.
+
+```
+            chunk 0     chunk 1     chunk 2          the tokens of a chunk attend to each other as they are;
+text      |===========|===========|===========|      what lies before it is read from the cache
+```
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from eval import data_source, long_text
+from eval.caches import CacheEntry, Demand
+from eval.data_source import Source
+from eval.errors import UsageError
+from eval.generate import check_context, context_tokens, forward
+from eval.measure import StepTimer, peak_memory
+from eval.models import LoadedModel
+from eval.settings import Settings
+
+from .base import Answer, Measures, MetricSpec, Outcome, Sample, Statistic, Task, Unit
+
+CHUNK_TOKENS = 64
+_DEFAULT_CONTEXT_TOKENS = 2048
+SAMPLES_PER_WINDOW = 8
+"""What a window counts for: it takes as long as so many short answers."""
+
+
+def perplexity(answers: Sequence[Answer]) -> Statistic:
+    """Exponential of the mean negative log-likelihood of a token, over all tokens of all windows."""
+    nll = np.array([answer.values["nll"] for answer in answers])
+    tokens = np.array([answer.values["tokens"] for answer in answers])
+    return lambda indices: math.exp(float(nll[indices].sum() / tokens[indices].sum()))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive tokens of the text, `[1, tokens]`."""
+
+    ids: torch.Tensor
+
+
+class Perplexity(Task):
+    """Windows of a long text; every token is predicted from those before it in its window."""
+
+    name = "perplexity"
+    title = f"windows of long text, forwarded {CHUNK_TOKENS} tokens at a time"
+    metrics = (MetricSpec("perplexity", "perplexity", "", perplexity, higher_is_better=False),)
+    takes_dataset = True
+
+    def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
+        """Windows of the longest of `settings.contexts`, spread evenly over the text."""
+        limit = context_tokens(loaded.model)
+        length = max(settings.contexts or [min(_DEFAULT_CONTEXT_TOKENS, limit or _DEFAULT_CONTEXT_TOKENS)])
+        check_context(loaded.model, length, "the windows of the task 'perplexity'", "smaller --contexts")
+        if length < 2:
+            raise UsageError("a window of 1 token predicts none; choose larger --contexts for 'perplexity'")
+        ids = long_text.token_ids(loaded.tokenizer, self._text(settings))
+        starts = _starts(ids.shape[0], length, -(-settings.limit // SAMPLES_PER_WINDOW))
+        return [
+            Unit(
+                index,
+                f"window {index + 1}/{len(starts)}",
+                (Sample(f"token {start}", ""),),
+                Window(ids[start : start + length][None].to(loaded.device)),
+            )
+            for index, start in enumerate(starts)
+        ]
+
+    def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
+        """Forward one window."""
+        window: Window = unit.inputs
+        memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
+        with torch.inference_mode(), memory, timer:
+            cache = entry.create(loaded.model, Demand(1, window.ids.shape[1]))
+            nll = _nll(loaded, window.ids, cache)
+        answer = Answer(unit.samples[0].id, values={"nll": nll, "tokens": float(window.ids.shape[1] - 1)})
+        measures = Measures(1, (), (), entry.kv_bytes(cache), memory.peak_bytes, memory.rise_bytes)
+        return Outcome((answer,), measures)
+
+    def _text(self, settings: Settings) -> str:
+        if settings.dataset is None:
+            return long_text.shipped()
+        source = data_source.chosen(settings, Source("", {}))
+        return "\n\n".join(row["input"] for row in data_source.read(source, ("input",), None, settings.seed))
+
+
+def _starts(text_tokens: int, length: int, windows: int) -> list[int]:
+    """First tokens of windows that do not overlap."""
+    room = text_tokens // length
+    if room == 0:
+        raise UsageError(
+            f"the text has {text_tokens} tokens, and a window needs {length}; choose smaller --contexts or a "
+            "longer text"
+        )
+    count = min(windows, room)
+    return [index * room // count * length for index in range(count)]
+
+
+def _nll(loaded: LoadedModel, ids: torch.Tensor, cache: Any) -> float:
+    """Negative log-likelihood of all tokens but the first, in nats, summed."""
+    total = 0.0
+    for start in range(0, ids.shape[1], CHUNK_TOKENS):
+        logits = forward(loaded, ids[:, start : start + CHUNK_TOKENS], cache)
+        targets = ids[0, start + 1 : start + CHUNK_TOKENS + 1]
+        total += float(cross_entropy(logits[0, : len(targets)].double(), targets, reduction="sum"))
+    return total

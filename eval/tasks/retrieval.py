@@ -1,0 +1,245 @@
+"""Find one entry in a long catalogue, at every depth: what coarse keys lose first.
+
+The catalogue is forwarded once. Each question goes on from a copy of that cache: the name of an entry, which
+the model completes with what the catalogue says of it.
+
+```
+Catalogue of software packages.
+
+xsnow: Christmas animation on your X desktop ...          depth 0 %
+...
+jq: lightweight and flexible command-line JSON ...        depth 100 %
+
+xsnow:           -> Christmas animation on your X desktop          exact
+```
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from eval import data_source
+from eval.caches import CacheEntry, Demand
+from eval.data_source import DATA_DIR, Source
+from eval.errors import UsageError
+from eval.generate import check_context, context_tokens, generate, prefill
+from eval.measure import StepTimer, peak_memory
+from eval.models import LoadedModel
+from eval.rows import HeatCell
+from eval.settings import Settings
+
+from .base import Answer, Measures, MetricSpec, Outcome, Sample, Task, Unit, mean_of
+
+HEAD = "Catalogue of software packages.\n\n"
+ENTRY_WORDS = 45
+"""Of an entry, so that a catalogue has many."""
+ANSWER_WORDS = 4
+"""Of the entry's first sentence, that have to be right."""
+DEPTHS_PERCENT = (0, 25, 50, 75, 100)
+TOKENS_PER_QUESTION = 512
+"""Of a catalogue, for one question at each depth: long ones are dear to read, so they are asked more."""
+_QUESTION_TOKENS = 60
+"""Room left for a name and an answer."""
+_DEFAULT_CONTEXTS = (512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class _Question:
+    ids: torch.Tensor  # [1, tokens]
+    answer_tokens: int  # that are enough for the words that have to be right
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """One text to search, and the questions about it.
+
+    Attributes:
+        ids: `[1, tokens]`.
+        questions: of each sample.
+    """
+
+    ids: torch.Tensor
+    questions: tuple[_Question, ...]
+
+
+class Retrieval(Task):
+    """Catalogues of several lengths, questions at every depth; an answer is right if its words are."""
+
+    name = "retrieval"
+    title = "one entry of a catalogue, asked for by its name"
+    metrics = (MetricSpec("exact", "exact match", "%", mean_of("exact", 100.0)),)
+    takes_dataset = True
+    source: ClassVar[Source] = Source(
+        str(DATA_DIR / "catalogue.jsonl"), {"id": "name", "input": "name", "reference": "text"}
+    )
+
+    def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
+        """Catalogues; `settings.limit` questions or a few more in all, as many at every length and depth."""
+        rows = data_source.read(
+            data_source.chosen(settings, self.source), ("input", "reference"), None, settings.seed
+        )
+        entries = [entry for row in rows if (entry := _Entry.of(row["input"], row["reference"])) is not None]
+        lengths = _lengths(loaded, settings)
+        wanted = -(-settings.limit // (len(lengths) * len(DEPTHS_PERCENT)))  # of a length and depth
+        jobs = [
+            (length, turn)
+            for length in lengths
+            for turn in range(-(-wanted // _questions_per_depth(length, wanted)))
+        ]
+        return [
+            _unit(
+                loaded,
+                entries,
+                index,
+                length,
+                _questions_per_depth(length, wanted),
+                seed=f"{settings.seed} {length} {turn}",
+            )
+            for index, (length, turn) in enumerate(jobs)
+        ]
+
+    def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
+        """Forward one catalogue and ask all questions about it."""
+        catalogue: Catalogue = unit.inputs
+        capacity = catalogue.ids.shape[1] + max(q.ids.shape[1] + q.answer_tokens for q in catalogue.questions)
+        memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
+        with torch.inference_mode(), memory, timer:
+            cache = entry.create(loaded.model, Demand(1, capacity))
+            prefill(loaded, catalogue.ids, cache)
+        kv = entry.kv_bytes(cache)
+        answers = tuple(
+            _ask(loaded, catalogue.ids, question, entry.duplicate(cache), sample)
+            for sample, question in zip(unit.samples, catalogue.questions, strict=True)
+        )
+        measures = Measures(1, (timer.prefill_ms,), (), kv, memory.peak_bytes, memory.rise_bytes)
+        return Outcome(answers, measures)
+
+    def details(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """Exact matches by length and depth."""
+        cells: dict[tuple[int, int], list[float]] = {}
+        for answer in (answer for outcome in outcomes for answer in outcome.answers):
+            key = int(answer.values["length_tokens"]), int(answer.values["depth_percent"])
+            cells.setdefault(key, []).append(answer.values["exact"])
+        heat = [
+            HeatCell(length, depth, 100 * sum(exact) / len(exact), len(exact))
+            for (length, depth), exact in sorted(cells.items())
+        ]
+        return {"heat": tuple(heat)}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    text: str
+    answer: str
+
+    @classmethod
+    def of(cls, name: str, text: str) -> _Entry | None:
+        """None where the text has no words."""
+        words = text.split()
+        first_sentence = " ".join(words).split(". ")[0]
+        answer = " ".join(first_sentence.split()[:ANSWER_WORDS]).rstrip(".")
+        return cls(name, f"{name}: {' '.join(words[:ENTRY_WORDS])}\n\n", answer) if answer else None
+
+
+def _lengths(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
+    if settings.contexts is not None:
+        check_context(
+            loaded.model,
+            max(settings.contexts),
+            "the catalogues of the task 'retrieval'",
+            "smaller --contexts",
+        )
+        return settings.contexts
+    limit = context_tokens(loaded.model) or max(_DEFAULT_CONTEXTS)
+    fitting = [length for length in _DEFAULT_CONTEXTS if length <= limit]
+    return fitting or [limit]
+
+
+def _unit(
+    loaded: LoadedModel, entries: Sequence[_Entry], index: int, length: int, per_depth: int, seed: str
+) -> Unit:
+    rng = random.Random(seed)
+    order = rng.sample(list(entries), len(entries))
+    chosen = list(_that_fit(loaded, order, length - _QUESTION_TOKENS))
+    if len(chosen) < len(DEPTHS_PERCENT):
+        raise UsageError(
+            f"a catalogue of {length} tokens holds {len(chosen)} entries; the task 'retrieval' needs at "
+            f"least {len(DEPTHS_PERCENT)}: choose larger --contexts"
+        )
+    samples, questions = [], []
+    for depth in DEPTHS_PERCENT:
+        for place in _places(depth, len(chosen), per_depth, rng):
+            entry = chosen[place]
+            facts = {"length_tokens": float(length), "depth_percent": float(depth)}
+            samples.append(Sample(entry.name, f"{entry.name}:", entry.answer, facts))
+            questions.append(_question(loaded, entry))
+    text = HEAD + "".join(entry.text for entry in chosen)
+    return Unit(
+        index,
+        f"{length} tokens, catalogue {index + 1}",
+        tuple(samples),
+        Catalogue(_ids(loaded, text), tuple(questions)),
+    )
+
+
+def _question(loaded: LoadedModel, entry: _Entry) -> _Question:
+    enough = _ids(loaded, f" {entry.answer}").shape[1] + 2
+    return _Question(_ids(loaded, f"{entry.name}:"), enough)
+
+
+def _asked_tokens(loaded: LoadedModel, entry: _Entry) -> int:
+    question = _question(loaded, entry)
+    return question.ids.shape[1] + question.answer_tokens
+
+
+def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iterator[_Entry]:
+    """The first entries whose text fits, and whose question has room behind it.
+
+    Those that would be answered alike, or named alike, come once.
+    """
+    room -= _ids(loaded, HEAD).shape[1]
+    seen: set[str] = set()
+    for entry in entries:
+        if seen & {entry.name, entry.answer} or _asked_tokens(loaded, entry) > _QUESTION_TOKENS:
+            continue
+        room -= _ids(loaded, entry.text).shape[1]
+        if room < 0:
+            return
+        seen |= {entry.name, entry.answer}
+        yield entry
+
+
+def _questions_per_depth(length: int, wanted: int) -> int:
+    return max(1, min(wanted, length // TOKENS_PER_QUESTION))
+
+
+def _places(depth_percent: int, entries: int, count: int, rng: random.Random) -> list[int]:
+    """So many different entries of that fifth of the catalogue that belongs to a depth, or all it has."""
+    band = entries / len(DEPTHS_PERCENT)
+    first = DEPTHS_PERCENT.index(depth_percent) * band
+    places = range(round(first), max(round(first) + 1, round(first + band)))
+    return sorted(rng.sample(places, min(count, len(places))))
+
+
+def _ids(loaded: LoadedModel, text: str) -> torch.Tensor:
+    encoded = loaded.tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")
+    ids: torch.Tensor = encoded["input_ids"].to(loaded.device)
+    return ids
+
+
+def _ask(
+    loaded: LoadedModel, catalogue: torch.Tensor, question: _Question, cache: Any, sample: Sample
+) -> Answer:
+    ids = torch.cat([catalogue, question.ids], dim=1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    (tokens,) = generate(loaded, inputs, cache, question.answer_tokens)
+    text = loaded.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    words = " ".join(text.split()[: len(sample.reference.split())]).rstrip(".")
+    values = {**sample.facts, "exact": float(words == sample.reference)}
+    return Answer(sample.id, text, sample.reference, tuple(tokens), values)

@@ -1,0 +1,97 @@
+"""What the tasks share whose answers are texts: a data set of (input, reference), prompts, batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from eval import data_source
+from eval.caches import CacheEntry
+from eval.data_source import Source
+from eval.errors import UsageError
+from eval.generate import check_context, generate_batch
+from eval.models import LoadedModel
+from eval.settings import Settings
+
+from .base import Answer, Outcome, Sample, Task, Unit
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that run together.
+
+    Attributes:
+        tensors: `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left.
+        new_tokens: most tokens of an answer.
+    """
+
+    tensors: dict[str, Any]
+    new_tokens: int
+
+
+class TextTask(Task):
+    """Prompts in a chat, answers generated greedily.
+
+    Attributes:
+        source: the texts that ship.
+        instruction: the user's message; `{input}` is the text.
+        max_new_tokens: default length of an answer.
+    """
+
+    source: ClassVar[Source]
+    instruction: ClassVar[str]
+    max_new_tokens: ClassVar[int]
+    needs_chat: ClassVar[bool] = True
+    takes_dataset: ClassVar[bool] = True
+
+    def samples(self, settings: Settings) -> list[Sample]:
+        """The samples that settings ask for, chosen by their seed.
+
+        Raises:
+            UsageError: the data cannot be had.
+        """
+        source = data_source.chosen(settings, self.source)
+        instruction = source.instruction or self.instruction
+        if "{input}" not in instruction:
+            raise UsageError(f"instruction must hold {{input}} where the text goes, got {instruction!r}")
+        rows = data_source.read(source, ("input", "reference"), settings.limit, settings.seed)
+        return [
+            Sample(row["id"], instruction.replace("{input}", row["input"]), row["reference"]) for row in rows
+        ]
+
+    def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
+        """Batches of `settings.batch_size` samples."""
+        samples = self.samples(settings)
+        new_tokens = settings.max_new_tokens or self.max_new_tokens
+        groups = [samples[i : i + settings.batch_size] for i in range(0, len(samples), settings.batch_size)]
+        batches = [Batch(_encode(loaded, [s.prompt for s in group]), new_tokens) for group in groups]
+        longest = max(batch.tensors["input_ids"].shape[1] for batch in batches)
+        check_context(
+            loaded.model, longest + new_tokens, "the longest prompt and its answer", "fewer --max-new-tokens"
+        )
+        return [
+            Unit(index, f"batch {index + 1}/{len(groups)}", tuple(group), batch)
+            for index, (group, batch) in enumerate(zip(groups, batches, strict=True))
+        ]
+
+    def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
+        """Generate one batch."""
+        batch: Batch = unit.inputs
+        rows, measures = generate_batch(loaded, batch.tensors, entry, batch.new_tokens)
+        texts = loaded.tokenizer.batch_decode(
+            rows, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        answers = [
+            Answer(sample.id, text.strip(), sample.reference, tuple(tokens))
+            for sample, text, tokens in zip(unit.samples, texts, rows, strict=True)
+        ]
+        return Outcome(tuple(answers), measures)
+
+
+def _encode(loaded: LoadedModel, prompts: list[str]) -> dict[str, Any]:
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    template = loaded.tokenizer.apply_chat_template
+    texts = [template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    # The template has written the special tokens already.
+    encoded = loaded.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    return {key: encoded[key].to(loaded.device) for key in ("input_ids", "attention_mask")}

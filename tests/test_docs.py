@@ -1,0 +1,104 @@
+"""The reference in `docs/` speaks of what exists, and of all that is public."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hf_paged_cache
+from hf_paged_cache.config import KV_CACHE_DTYPES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs/pages").glob("*.md"))
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+_DIRECTIVE = re.compile(r"^::: (?P<name>\S+)\n(?P<options>(?:    .*\n)*)", re.MULTILINE)
+DIRECTIVES: list[tuple[str, dict[str, Any]]] = [
+    (found["name"], (yaml.safe_load(found["options"]) or {}).get("options", {}))
+    for found in _DIRECTIVE.finditer(TEXT)
+]
+
+
+def look_up(name: str) -> Any:
+    """The object of a dotted name: a module, or an attribute of the longest part that is one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise AttributeError(name)
+
+
+def documented(directive: str) -> list[str]:
+    """The names whose docstrings a directive shows."""
+    members = dict(DIRECTIVES)[directive].get("members")
+    return [directive, *(f"{directive}.{member}" for member in members or [])]
+
+
+@pytest.mark.parametrize("name", hf_paged_cache.__all__)
+def test_every_public_name_is_in_the_reference_once(name: str) -> None:
+    shown = [directive for directive, _ in DIRECTIVES]
+    assert shown.count(f"hf_paged_cache.{name}") == 1, (
+        f"give `::: hf_paged_cache.{name}` a place in docs/pages"
+    )
+
+
+def test_nothing_is_shown_twice_under_another_name() -> None:
+    objects = [id(look_up(directive)) for directive, _ in DIRECTIVES]
+    assert len(objects) == len(set(objects)) > len(hf_paged_cache.__all__)
+
+
+@pytest.mark.parametrize("directive", [directive for directive, _ in DIRECTIVES])
+def test_every_directive_shows_something_that_exists_and_says_what_it_is(directive: str) -> None:
+    for name in documented(directive):
+        assert (look_up(name).__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_public_methods_of_the_tools_are_all_shown() -> None:
+    from hf_paged_cache.tools import CacheTools
+
+    public = {name for name in vars(CacheTools) if not name.startswith("_") and name != "layers"}
+    shown = {name.rpartition(".")[2] for name in documented("hf_paged_cache.PagedCache")}
+    assert public <= shown
+
+
+def test_links_to_what_a_page_shows_have_a_target() -> None:
+    targets = {directive for directive, _ in DIRECTIVES}
+    links = re.findall(r"\(#(hf_paged_cache\.[\w.]+)\)", TEXT)
+    assert links
+    assert set(links) <= targets
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    settings = yaml.safe_load((ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(page for entry in settings["nav"] for page in entry.values()) == [p.name for p in PAGES]
+
+
+def test_every_command_line_is_described() -> None:
+    described = re.findall(r"<!-- command: (\S+) as python -m (\S+) -->", TEXT)
+    assert {module.removesuffix(".cli") for module, _ in described} == {name for _, name in described}
+    with_typer = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "eval").rglob("cli.py")
+        if "typer.Typer(" in path.read_text(encoding="utf-8")
+    ]
+    assert sorted(module for module, _ in described) == sorted(with_typer)
+
+
+def test_the_table_of_formats_has_them_all() -> None:
+    page = (ROOT / "docs/pages/formats.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `(\w+)` \| ", page, re.MULTILINE)[1:]) == sorted(KV_CACHE_DTYPES)
+
+
+def test_variables_that_are_named_are_read_somewhere() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_paged_cache").rglob("*.py"))
+    named = set(re.findall(r"HF_PAGED_CACHE_\w+", TEXT))
+    assert named == set(re.findall(r"HF_PAGED_CACHE_(?:BACKEND|CPU_ISA|DIR)", sources))
