@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from eval import bootstrap, caches, data_source, long_text, models, plots, tasks
 from eval.caches import CacheEntry, CacheUnavailable, tensor_bytes
 from eval.cli import app, main
+from eval.lookups import DEFAULT_CACHE
 from eval.tasks.texts import TextTask
 
 ALL_CHEAP = "--tasks summarization,perplexity --caches dynamic,paged"
@@ -250,7 +251,7 @@ def test_resume_needs_the_folder_of_a_run_and_nothing_else(tmp_path: Path) -> No
 def test_names_in_registries_are_those_of_their_entries() -> None:
     assert all(name == entry.name for name, entry in caches.CACHES.items())
     assert all(name == task.name for name, task in tasks.TASKS.items())
-    assert caches.BASELINE in caches.CACHES
+    assert DEFAULT_CACHE in caches.CACHES
     assert set(models.MODELS) == {"smollm2"}
     assert set(data_source.PRESETS) == {"cnn_dailymail", "xsum", "wmt16"}
 
