@@ -6,6 +6,7 @@ a last line that was cut off counts as nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -61,19 +62,33 @@ class Journal:
         return found
 
     def add(self, key: Key, outcome: Outcome) -> None:
-        """Append a line, and see to it that it is on disk."""
+        """Append a line, and see to it that it is on disk.
+
+        Raises:
+            UsageError: it cannot be written, as on a full disk.
+        """
+        line = {"task": key[0], "unit": key[1], "cache": key[2], **outcome.to_dict()}
+        try:
+            self._write(json.dumps(line, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to {self._path}: {error.strerror}; what was finished before is kept: make room, "
+                f"and go on with --resume {self._folder}"
+            ) from error
+
+    def _write(self, line: str) -> None:
         if self._file is None:
             _end_last_line(self._path)
             self._file = self._path.open("a", encoding="utf-8")
-        line = {"task": key[0], "unit": key[1], "cache": key[2], **outcome.to_dict()}
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.write(line)
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take was said when it happened
+                self._file.close()
             self._file = None
 
 

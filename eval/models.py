@@ -54,7 +54,18 @@ def load(settings: Settings, device: torch.device | None = None) -> LoadedModel:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     source = path.name if extra else settings.model
-    return LoadedModel(model.to(device).eval(), tokenizer, device, source)
+    return LoadedModel(_moved(model, device, source).eval(), tokenizer, device, source)
+
+
+def _moved(model: Any, device: torch.device, source: str) -> Any:
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"the model {source!r} has no room on {device} ({reason}); choose a smaller model or --dtype, or "
+            "--device cpu"
+        ) from error
 
 
 def _check_no_chat(settings: Settings) -> None:
@@ -98,7 +109,7 @@ def _from_pretrained(folder: str, extra: dict[str, Any], dtype: torch.dtype, nam
             warnings.simplefilter("ignore")
             tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **weights)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # whatever the hub, the network, or a broken file makes of it
         reason = " ".join(str(error).split())[:300]
         choices = f"{', '.join(sorted(MODELS))}, a hub id, a folder or a .gguf file"
         raise UsageError(f"cannot load the model {name!r} ({reason}); choose from: {choices}") from error

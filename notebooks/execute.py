@@ -26,7 +26,11 @@ def execute(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]  # nbformat is partly typed
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
-            notebook, timeout=CELL_TIMEOUT_S, record_timing=False, resources={"metadata": {"path": folder}}
+            notebook,
+            timeout=CELL_TIMEOUT_S,
+            record_timing=False,
+            coalesce_streams=True,  # lines that were printed slowly are one output all the same
+            resources={"metadata": {"path": folder}},
         )
         client.execute()
     for cell in notebook.cells:

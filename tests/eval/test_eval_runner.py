@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval import runner, summary
+from eval import bootstrap, runner, summary
 from eval.caches import CACHES, CacheEntry, CacheUnavailable, Demand, tensor_bytes
 from eval.errors import UsageError
 from eval.journal import Journal, check_continues
@@ -27,6 +27,11 @@ TASK = TASKS["translation"]
 TIMES = ("prefill_ms", "decode_ms", "tokens_per_s", "peak_bytes", "rise_bytes")
 
 Done = tuple[list[Row], list[Prediction]]
+
+
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 30)
 
 
 @pytest.fixture
@@ -417,3 +422,20 @@ def test_nothing_is_left_of_the_warning_filters(loaded: LoadedModel) -> None:
     before = list(warnings.filters)
     assert runner._attempt(lambda: Outcome(problem="x")).problem == "x"
     assert list(warnings.filters) == before
+
+
+def test_a_full_disk_is_said_in_one_line_and_loses_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.add(("task", 0, "dynamic"), Outcome())
+    journal.close()
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no device that is always full")
+    (tmp_path / "journal.1.jsonl").symlink_to(full)
+    other = Journal(tmp_path, process=1)
+    with pytest.raises(UsageError, match=r"No space left on device.*--resume") as refusal:
+        other.add(("task", 1, "dynamic"), Outcome())
+    other.close()
+    assert "\n" not in str(refusal.value)
+    (tmp_path / "journal.1.jsonl").unlink()
+    assert set(Journal(tmp_path).done()) == {("task", 0, "dynamic")}

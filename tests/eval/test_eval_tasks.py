@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval import data_source, long_text
 from eval.caches import CACHES, CacheUnavailable, Demand, restore_attention, stock, tensor_bytes
@@ -242,19 +242,27 @@ def test_the_default_cache_is_faithful_to_itself(loaded: LoadedModel) -> None:
     assert [answer.values for answer in answers] == [{"kl": 0.0, "top1": 1.0, "divergence": 12.0}] * 3
 
 
+class _Forgetful(DynamicCache):
+    """After a few steps it takes values for others."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *given: Any, **more: Any) -> Any:
+        is_lost = self.get_seq_length() > 48 + 4
+        return super().update(keys, -9 * values if is_lost else values, *given, **more)
+
+
 def test_the_first_difference_is_where_a_free_answer_leaves_the_defaults(broad: LoadedModel) -> None:
-    loaded = broad
-    (unit, *_) = TASKS["fidelity"].units(loaded, dataclasses.replace(SETTINGS, limit=6, batch_size=6))
-    coarse = CACHES["paged-int4_group"]
-    (outcome,) = _outcomes(loaded, "fidelity", coarse.name, [unit])
+    (unit, *_) = TASKS["fidelity"].units(broad, dataclasses.replace(SETTINGS, limit=6, batch_size=6))
+    reference = TASKS["fidelity"].reference(broad, unit)
+    entry = dataclasses.replace(DYNAMIC, create=lambda model, demand: _Forgetful(config=model.config))
+    outcome = TASKS["fidelity"].run(broad, unit, entry, reference)
     with torch.inference_mode():
-        cache = coarse.create(loaded.model, Demand(6, 48 + 12))
-        free = torch.stack([step.argmax(-1) for step in fidelity._steps(loaded, unit.inputs, cache, None)], 1)
-        restore_attention(loaded.model)
-        cache = DYNAMIC.create(loaded.model, Demand(6, 48 + 12))
-        default = torch.stack([s.argmax(-1) for s in fidelity._steps(loaded, unit.inputs, cache, None)], 1)
+        caches = _Forgetful(config=broad.model.config), DynamicCache(config=broad.model.config)
+        free, default = (
+            torch.stack([s.argmax(-1) for s in fidelity._steps(broad, unit.inputs, cache, None)], 1)
+            for cache in caches
+        )
     parted = [next((i for i, same in enumerate(row) if not same), 12) for row in (free == default).tolist()]
-    assert min(parted) < 12
+    assert 4 < min(parted) < 12
     assert [answer.values["divergence"] for answer in outcome.answers] == parted
     assert all(answer.values["kl"] > 0 for answer in outcome.answers)
 
