@@ -72,8 +72,8 @@ class Journal:
             self._write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UsageError(
-                f"cannot write to {self._path}: {error.strerror}; what was finished before is kept: make room, "
-                f"and go on with --resume {self._folder}"
+                f"cannot write to {self._path}: {error.strerror}; what was finished before is kept: make "
+                f"room, and go on with --resume {self._folder}"
             ) from error
 
     def _write(self, line: str) -> None:
