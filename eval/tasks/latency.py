@@ -21,7 +21,7 @@ from eval.spread import spread
 from .base import Answer, Outcome, Sample, Task, Unit
 
 STEPS = 24
-ROUNDS = 3
+ROUNDS = 2
 _DEFAULT_CONTEXTS = (256, 1024, 4096)
 
 
