@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.lookups import DEFAULT_CACHE
+from eval.lookups import DEFAULT_CACHE, MIB
 from eval.readme import show
 from eval.readme.results import Results
 from eval.rows import AtContext, Metric, Row
@@ -16,7 +16,7 @@ _QUALITY = (
     ("fidelity", "kl", "KL", ".1e"),
 )
 """(task, metric, heading, how a number is written)."""
-_MIB = 2**20
+_NOTHING = 1e-6
 
 
 def table(results: Results) -> str:
@@ -27,9 +27,9 @@ def table(results: Results) -> str:
     base = of["latency", DEFAULT_CACHE].contexts[-1]
     header = [
         "cache",
-        "bits per value",
         *(heading for *_, heading, _ in _QUALITY),
-        f"KV at {base.context_tokens} tokens",
+        f"K and V at {base.context_tokens} tokens",
+        "bits per value there",
         "decode step there",
     ]
     lines = [
@@ -42,13 +42,12 @@ def table(results: Results) -> str:
 
 def _line(cache: str, of: dict[tuple[str, str], Row], base: AtContext) -> list[str]:
     quality = [_metric(of[task, cache], key, spec) for task, key, _, spec in _QUALITY]
-    bits = of["fidelity", cache].bits_per_value
-    at = of["latency", cache].contexts
+    bits, at = of["latency", cache].bits_per_value, of["latency", cache].contexts
     return [
         f"`{cache}`",
-        "" if bits is None else f"{bits:.1f}",
         *quality,
-        f"{at[-1].kv_bytes / _MIB:.0f} MiB" if at else "",
+        f"{at[-1].kv_bytes / MIB:.0f} MiB" if at else "",
+        "" if bits is None else f"{bits:.1f}",
         _step(at[-1], base) if at else "",
     ]
 
@@ -65,7 +64,7 @@ def _metric(row: Row, key: str, spec: str) -> str:
 
 
 def _written(metric: Metric, spec: str) -> str:
-    text = "0" if metric.value == 0 else format(metric.value, spec)
+    text = "0" if abs(metric.value) < _NOTHING else format(metric.value, spec)
     return f"**{text}**" if metric.verdict in ("better", "worse") else text
 
 
@@ -74,5 +73,9 @@ def _problems(rows: list[Row]) -> list[str]:
     for row in rows:
         if row.problem is not None:
             said.setdefault((row.cache, row.problem), []).append(row.task)
-    words = [f"`{cache}` ({', '.join(tasks)}): {problem}." for (cache, problem), tasks in said.items()]
+    every = len({row.task for row in rows})
+    words = [
+        f"`{cache}`{'' if len(tasks) == every else ' (' + ', '.join(tasks) + ')'}: {problem}."
+        for (cache, problem), tasks in said.items()
+    ]
     return ["Not run: " + " ".join(words)] if words else []
