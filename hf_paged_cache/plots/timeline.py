@@ -24,6 +24,7 @@ _STYLES = (
     ("-.", "D", "#3a3a3a"),
 )
 _MOST_MARKERS = 8
+_LEGEND_LINE = 0.07  # height, of that of the axes
 
 
 def draw_timelines(timelines: Sequence[MemoryTimeline], path: str | Path | None) -> Figure:
@@ -38,10 +39,12 @@ def draw_timelines(timelines: Sequence[MemoryTimeline], path: str | Path | None)
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         panel(axes)
         axes.set_xlabel("tokens in each row of the cache")
-        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]), top=1.35 * axes.get_ylim()[1])  # room for the legend
+        legend = axes.legend(fontsize="small", loc="upper left", frameon=False)
+        lines = sum(1 + text.get_text().count("\n") for text in legend.get_texts())
+        room = 1 / (1 - min(0.7, _LEGEND_LINE * lines))
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]), top=room * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize="small", loc="upper left", frameon=False)
     return written(figure, path)
 
 
