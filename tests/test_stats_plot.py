@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,6 @@ def test_a_notebook_shows_the_figure_without_pyplot() -> None:
 
 
 def test_without_matplotlib_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import builtins
-    import sys
-
     real = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +68,6 @@ def test_without_matplotlib_the_way_to_get_it_is_named(monkeypatch: pytest.Monke
             raise ModuleNotFoundError(f"No module named {name!r}")
         return real(name, *args, **kwargs)
 
-    monkeypatch.delitem(sys.modules, "hf_paged_cache.plots.shown", raising=False)
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(PagedCacheError, match=r'pip install "hf-paged-cache\[plots\]"'):
         PagedCache(shared_model("llama")).stats().plot()

@@ -25,6 +25,8 @@ def new_figure(width_inches: float, height_inches: float, *, instead: str) -> Fi
         PagedCacheError: matplotlib is not installed.
     """
     try:
+        import matplotlib  # noqa: F401  # here, so that nothing but its absence is told as that
+
         from .shown import ShownFigure
     except ImportError as error:
         raise PagedCacheError(
