@@ -269,3 +269,20 @@ def test_two_caches_are_drawn_together_against_tokens(tmp_path: Path) -> None:
     looks = {(line.get_linestyle(), line.get_marker()) for line in in_use.lines}
     assert len(looks) == 2  # told apart without colour
     assert {axes.get_xlabel() for axes in panels} == {"tokens in each row of the cache"}
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_no_line_runs_through_the_legend(count: int) -> None:
+    pytest.importorskip("matplotlib")
+    model = shared_model("llama")
+    timelines = []
+    for index in range(count):
+        with MemoryTimeline(model, label=f"a cache with a name, {index}") as timeline:
+            generate(model, PagedCache(model, block_size=16, max_tokens=256))
+        timelines.append(timeline)
+    figure = MemoryTimeline.plot_together(timelines)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        legend = axes.get_legend().get_window_extent()
+        points = [point for line in axes.lines for point in axes.transData.transform(line.get_xydata())]
+        assert [point for point in points if legend.contains(*point)] == []
