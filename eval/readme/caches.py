@@ -37,7 +37,7 @@ def table(results: Results) -> str:
         for cache in caches
         if any(row.problem is None for row in rows if row.cache == cache)
     ]
-    return "\n\n".join([show.table(header, lines), *_problems(rows), show.hardware(results, [FILE])])
+    return "\n\n".join([show.table(header, lines), show.hardware(results, [FILE]), *_problems(rows)])
 
 
 def _line(cache: str, of: dict[tuple[str, str], Row], base: AtContext) -> list[str]:
