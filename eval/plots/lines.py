@@ -27,6 +27,8 @@ _NAMES_AT = 1.07
 """Where names begin, in widths of the axes."""
 _ASIDE = 0.25
 """Part of the way to the next length over which lines with bars are spread."""
+_ROOM = 1.08
+"""Factor between the outermost lines and the ends of the axis."""
 _LEAST_DECADES = 0.5
 """Less than this of an axis of powers has too few round numbers to read it by."""
 
@@ -77,7 +79,7 @@ def _panel(axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look], measure: 
     axes.xaxis.set_major_locator(FixedLocator([float(length) for length in lengths]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
+    axes.set_xlim(lengths[0] * min(asides) / _ROOM, lengths[-1] * max(asides) * _ROOM)
     axes.set_ylabel(measure.label)
     _powers(axes, [end for ends in values for end in ends])
     axes.grid(axis="y", which="major", linewidth=0.5, color="#dddddd")

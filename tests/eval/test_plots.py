@@ -125,6 +125,25 @@ def test_bars_stand_apart_and_are_not_cut_off(figures: dict[Any, Any]) -> None:
         assert max(bar[1][1] for bar in bars) < high
 
 
+@pytest.mark.parametrize("contexts", [(256, 4096), (256, 1024, 4096), (512, 768)])
+def test_no_line_begins_or_ends_outside_its_axis(contexts: tuple[int, ...]) -> None:
+    rows = [
+        dataclasses.replace(
+            row,
+            contexts=tuple(
+                dataclasses.replace(at, context_tokens=tokens)
+                for at, tokens in zip(row.contexts, contexts, strict=False)
+            ),
+        )
+        for row in full_run().rows
+        if row.contexts
+    ]
+    for axes in _figure(time_by_context, rows).axes:
+        places = [x for drawn in axes.containers for x in drawn.lines[0].get_xdata()]
+        low, high = axes.get_xlim()
+        assert low < min(places) < max(places) < high
+
+
 def test_a_rise_of_zero_gets_an_axis_that_has_a_zero() -> None:
     rows = few_rows(["latency"]).rows
     still = [
