@@ -14,6 +14,7 @@ import torch
 from eval import measure
 from eval.bench import workload
 from eval.bench.seed import SEED
+from eval.generate import cache_argument
 
 _WARM_UP_TOKENS = 64
 
@@ -48,7 +49,7 @@ def _generate(
     model: Any, name: str, prompt: torch.Tensor, new_tokens: int, chunk: int
 ) -> tuple[Any, torch.Tensor]:
     cache = workload.new_cache(name, model)
-    options: dict[str, Any] = {workload.cache_argument(model): cache}
+    options: dict[str, Any] = {cache_argument(model): cache}
     if chunk:
         options["prefill_chunk_size"] = chunk
     tokens: torch.Tensor = model.generate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from eval.bench.results import WrongAnswer
 from eval.bench.seed import SEED
 from eval.bench.timing import Contender
 from eval.errors import UsageError
+from eval.generate import cache_argument
 from eval.settings import Settings
 
 PROMPT_TOKENS = 512
@@ -48,11 +48,6 @@ def smollm2_config() -> LlamaConfig:
         tie_word_embeddings=True,
         max_position_embeddings=8192,
     )
-
-
-def cache_argument(model: Any) -> str:
-    """The name under which this version's models take a cache."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def new_cache(name: str, model: Any) -> Any:

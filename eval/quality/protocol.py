@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from eval.bench import workload
 from eval.caches import CacheUnavailable
+from eval.generate import cache_argument
 from eval.quality import offset
 from eval.quality.schemes import Scheme
 from eval.quality.score import Score, log_probabilities
@@ -145,7 +146,7 @@ def _finish(model: Any, run: _Run, rows: int) -> None:
 
 def _logits(attention: str, model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     workload.use(attention, model)
-    argument = {workload.cache_argument(model): cache}
+    argument = {cache_argument(model): cache}
     logits: torch.Tensor = model(ids, use_cache=True, **argument).logits
     return logits
 
