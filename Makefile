@@ -30,6 +30,7 @@ test-oldest: $(OLDEST_VENV)/.ready
 		tests/test_quantised_parity.py tests/test_quantised_cache.py tests/test_guard.py tests/kernels/test_triton.py \
 		tests/kernels/test_triton_quantised.py tests/test_contract_table.py tests/test_architectures.py \
 		tests/test_zoo_subset.py tests/test_padding.py tests/test_padded_positions.py tests/test_fork.py \
+		tests/planner tests/test_command.py tests/test_display.py tests/test_timeline.py \
 		$(wildcard tests/test_cases_*.py)
 	$(OLDEST_VENV)/bin/python -m hf_paged_cache.kernels.aot --targets sm_90
 
