@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import hf_paged_cache
+from hf_paged_cache.doctor.machine import processor
 
 _PACKAGES = (
     "torch",
@@ -28,7 +28,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """Return the machine, the device, the versions and the load at this moment, ready for JSON."""
     described: dict[str, Any] = {
         "machine": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": processor(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": _memory_bytes(),
@@ -51,15 +51,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def _memory_bytes() -> int | None:

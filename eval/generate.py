@@ -11,6 +11,7 @@ from eval.caches import CacheEntry, Demand
 from eval.errors import UsageError
 from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
+from hf_paged_cache.compat import cache_argument
 
 _WARM_UP_TOKENS = 16
 
@@ -96,11 +97,6 @@ def warm_up(loaded: LoadedModel, entry: CacheEntry) -> None:
     """
     ids = torch.ones(1, _WARM_UP_TOKENS, dtype=torch.long, device=loaded.device)
     generate_batch(loaded, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, entry, 2)
-
-
-def cache_argument(model: Any) -> str:
-    """What the model's forward and `generate` call a cache: transformers renamed both together."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def context_tokens(model: Any) -> int | None:

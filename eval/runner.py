@@ -6,8 +6,10 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from eval.caches import CacheEntry, CacheUnavailable, restore_attention
+from eval.generate import warm_up
 from eval.journal import Journal, Key
 from eval.models import LoadedModel
 from eval.processes import Processes
@@ -41,7 +43,7 @@ def run_task(
     mine = [unit for unit in units if (processes.is_main if task.is_timed else processes.share(unit.index))]
     left = {unit.index: [e for e in entries if (task.name, unit.index, e.name) not in done] for unit in mine}
     advance(task.name, sum(len(entries) - len(left[unit.index]) for unit in mine))
-    problems = _warm_up(loaded, task, mine, entries, left, advance) if any(left.values()) else {}
+    problems = _warm_up(loaded, task, entries, left, advance) if any(left.values()) else {}
     for name, problem in problems.items():
         first = next(unit.index for unit in mine if any(e.name == name for e in left[unit.index]))
         journal.add((task.name, first, name), problem)
@@ -53,7 +55,6 @@ def run_task(
 def _warm_up(
     loaded: LoadedModel,
     task: Task,
-    units: Sequence[Unit],
     entries: Sequence[CacheEntry],
     left: dict[int, list[CacheEntry]],
     advance: Advance,
@@ -63,14 +64,14 @@ def _warm_up(
     problems = {}
     for entry in (entry for entry in entries if entry.name in needed):
         advance(f"{task.name} · {entry.name} · warm-up", 0)
-        outcome = _attempt(lambda entry=entry: _warmed(loaded, task, units[0], entry))  # type: ignore[misc]
+        outcome = _attempt(functools.partial(_warmed, loaded, entry))
         if outcome.problem is not None:
             problems[entry.name] = outcome
     return problems
 
 
-def _warmed(loaded: LoadedModel, task: Task, unit: Unit, entry: CacheEntry) -> Outcome:
-    task.warm_up(loaded, unit, entry)
+def _warmed(loaded: LoadedModel, entry: CacheEntry) -> Outcome:
+    warm_up(loaded, entry)
     return Outcome()
 
 
@@ -90,11 +91,17 @@ def _run_unit(
         advance(label, 0)
         if entry.name not in problems:
             key: Key = task.name, unit.index, entry.name
-            outcome = _attempt(lambda entry=entry: task.run(loaded, unit, entry, reference()))  # type: ignore[misc]
+            outcome = _attempt(functools.partial(_measured, loaded, task, unit, entry, reference))
             journal.add(key, outcome)
             if outcome.problem is not None:
                 problems[entry.name] = outcome
         advance(label, 1)
+
+
+def _measured(
+    loaded: LoadedModel, task: Task, unit: Unit, entry: CacheEntry, reference: Callable[[], Any]
+) -> Outcome:
+    return task.run(loaded, unit, entry, reference())
 
 
 def _attempt(action: Callable[[], Outcome]) -> Outcome:

@@ -55,6 +55,12 @@ def expected_device(model: torch.nn.Module | None) -> torch.device:
 # --- the cache's contract -----------------------------------------------------------------------------------
 
 
+def cache_argument(model: torch.nn.Module) -> str:
+    """What a model's forward and `generate` call a cache: transformers renamed both together."""
+    accepted = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in accepted else "past_key_values"
+
+
 class CachedLength(int):
     """A cache's length, which looks at what `generate` is about to slice from a prompt.
 

@@ -98,7 +98,7 @@ class StaticGroup(LayerGroup):
         blocks = super().claim(layer_idx, key_states, value_states)
         name = dispatch.backend_name(blocks)
         if name != "triton":
-            reason = dict(dispatch.explain(blocks))["triton"]
+            reason = next(each.reason for each in dispatch.explain(blocks) if each.name == "triton")
             raise BackendUnavailable(
                 f"compile=True needs the Triton kernels, and layer {layer_idx} would be served by {name!r}: "
                 f"{reason} Make the cache without compile=True."

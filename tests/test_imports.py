@@ -31,6 +31,7 @@ LAYERS = [
         "undo",
         "twins",
         "display",
+        "plain",
     ],
     ["kv_pool", "padding", "uncounted", "usage"],
     ["tables", "store"],

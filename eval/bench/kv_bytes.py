@@ -13,9 +13,9 @@ from eval.bench import workload
 from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fixed
 from eval.bench.seed import SEED
+from hf_paged_cache.config import LAYER_DTYPES
 
 TOKENS = 8192
-FORMATS = ("auto", "int8", "fp8", "k8v4", "int4", "int8_block", "int4_group")
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_RATIO = {
     (torch.float32, "int8"): 0.27,
@@ -41,7 +41,7 @@ def run(context: Context) -> Result:
     config = workload.smollm2_config()
     rows = []
     for dtype in DTYPES:
-        for name in FORMATS:
+        for name in LAYER_DTYPES:
             context.progress(f"bytes: {workload.dtype_name(dtype)}, {name}")
             rows.append(measure(config, dtype, name, TOKENS))
     return Result(

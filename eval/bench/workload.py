@@ -12,8 +12,8 @@ from eval.bench.results import WrongAnswer
 from eval.bench.seed import SEED
 from eval.bench.timing import Contender
 from eval.errors import UsageError
-from eval.generate import cache_argument
 from eval.settings import Settings
+from hf_paged_cache.compat import cache_argument
 
 PROMPT_TOKENS = 512
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from hf_paged_cache import disable
+from hf_paged_cache.plain import plain_tensors
 
 
 class CacheUnavailable(Exception):
@@ -64,10 +65,6 @@ class CacheEntry:
 
 def restore_attention(model: Any) -> None:
     """Undo what a paged cache did to the model's attention; no effect on a model never patched."""
-    try:
-        from hf_paged_cache import disable
-    except ImportError:
-        return  # what cannot be imported has patched nothing
     disable(model)
 
 
@@ -80,18 +77,3 @@ def tensor_bytes(cache: Any) -> KvBytes:
             seen[storage.data_ptr()] = storage.nbytes()
     total = sum(seen.values())
     return KvBytes(total, total, {"tensor_bytes": total})
-
-
-def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors inside tuples, lists, dicts, and tensors that are made of others."""
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            yield from plain_tensors(tuple(getattr(value, name) for name in names))
-        else:
-            yield value
-    elif isinstance(value, dict):
-        yield from plain_tensors(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from plain_tensors(item)

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 from typing import Any
 
+from hf_paged_cache.formats import FORMATS
+
 from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention
 
 
 def _create(kv_cache_dtype: str, model: Any, demand: Demand) -> Any:
-    try:
-        from hf_paged_cache import PagedCache
-    except ImportError as error:
-        raise CacheUnavailable(f"hf_paged_cache.PagedCache cannot be imported: {error}") from error
+    from hf_paged_cache import PagedCache
+
     restore_attention(model)
     try:
         return PagedCache(model, kv_cache_dtype=kv_cache_dtype, max_tokens=demand.rows * demand.tokens)
@@ -37,8 +37,6 @@ def _entry(name: str, title: str, kv_cache_dtype: str) -> CacheEntry:
         name, title, functools.partial(_create, kv_cache_dtype), _bytes, lambda cache: cache.fork()
     )
 
-
-FORMATS = ("int8", "fp8", "k8v4", "int4", "int8_block", "int4_group")
 
 ENTRIES = (
     _entry("paged", "PagedCache in the model's dtype", "auto"),

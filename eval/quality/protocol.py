@@ -23,11 +23,11 @@ from transformers import DynamicCache
 
 from eval.bench import workload
 from eval.caches import CacheUnavailable
-from eval.generate import cache_argument
 from eval.quality import offset
 from eval.quality.schemes import Scheme
 from eval.quality.score import Score, log_probabilities
 from eval.quality.storage import Storage
+from hf_paged_cache.compat import cache_argument
 
 
 @dataclass
@@ -139,9 +139,8 @@ def _finish(model: Any, run: _Run, rows: int) -> None:
     run.outcome.storage = run.outcome.scheme.measure(run.cache, model, rows)
     if run.outcome.scheme.attention == "paged":
         stats = run.cache.stats()
-        asked = run.cache._state.config.kv_cache_dtype
         run.outcome.backend = stats.backend
-        run.outcome.moved = {layer: name for layer, name in stats.layer_dtypes.items() if name != asked}
+        run.outcome.moved = {layer: stats.layer_dtypes[layer] for layer in stats.moved_layers}
 
 
 def _logits(attention: str, model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ from eval.caches import CacheUnavailable, stock
 from eval.errors import UsageError, check_choice
 from eval.quality import storage
 from eval.quality.storage import Storage
+from hf_paged_cache.config import LAYER_DTYPES
 
-FORMATS = ("auto", "int8", "fp8", "k8v4", "int4", "int8_block", "int4_group")
 BLOCK_SIZES = (32, 64, 128)
 GROUP_SIZES = (16, 32, 64)
 
@@ -84,7 +84,7 @@ def _all() -> Iterator[Scheme]:
         lambda cache, model, rows: storage.of_dynamic(cache),
         "dynamic",
     )
-    for name in FORMATS:
+    for name in LAYER_DTYPES:
         yield _paged(name, f"PagedCache, kv_cache_dtype={name!r}", kv_cache_dtype=name)
     for name in ("int4", "int4_group"):
         yield _paged(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eval.caches.base import plain_tensors
+from hf_paged_cache.plain import plain_tensors
 
 
 @dataclass(frozen=True)

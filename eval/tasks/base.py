@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eval.caches import CacheEntry, KvBytes
-from eval.generate import warm_up
 from eval.measure import Measures
 from eval.models import LoadedModel
 from eval.settings import Settings
@@ -184,11 +183,3 @@ class Task(ABC):
     def details(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """Fields of a `Row` that only this task fills."""
         return {}
-
-    def warm_up(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry) -> None:
-        """Run something short that is not measured: kernels are compiled and libraries set up at first use.
-
-        Raises:
-            CacheUnavailable: the cache cannot run here.
-        """
-        warm_up(loaded, entry)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +24,6 @@ ROUNDS = 2
 _DEFAULT_CONTEXTS = (256, 1024, 4096)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt of exactly so many tokens, `[1, tokens]`."""
-
-    ids: torch.Tensor
-
-
 class Latency(Task):
     """One sequence of real text at a time: its prompt, then 24 tokens."""
 
@@ -49,15 +41,15 @@ class Latency(Task):
                 index,
                 f"{tokens} tokens, round {turn + 1}/{ROUNDS}",
                 (Sample(f"{tokens} tokens, round {turn + 1}", "", facts={"context_tokens": float(tokens)}),),
-                Prompt(ids[:tokens][None]),
+                ids[:tokens][None],
             )
             for index, (tokens, turn) in enumerate(jobs)
         ]
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """One prompt and its steps."""
-        prompt: Prompt = unit.inputs
-        inputs = {"input_ids": prompt.ids, "attention_mask": torch.ones_like(prompt.ids)}
+        prompt: torch.Tensor = unit.inputs  # [1, tokens]
+        inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
         rows, measures = generate_batch(loaded, inputs, entry, STEPS + 1, is_exact=True)
         sample = unit.samples[0]
         return Outcome((Answer(sample.id, tokens=tuple(rows[0]), values=sample.facts),), measures)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,13 +40,6 @@ def perplexity(answers: Sequence[Answer]) -> Statistic:
     return lambda indices: math.exp(float(nll[indices].sum() / tokens[indices].sum()))
 
 
-@dataclass(frozen=True)
-class Window:
-    """Consecutive tokens of the text, `[1, tokens]`."""
-
-    ids: torch.Tensor
-
-
 class Perplexity(Task):
     """Windows of a long text; every token is predicted from those before it in its window."""
 
@@ -72,19 +64,19 @@ class Perplexity(Task):
                 index,
                 f"window {index + 1}/{len(starts)}",
                 (Sample(f"token {start}", ""),),
-                Window(ids[start : start + length][None].to(loaded.device)),
+                ids[start : start + length][None].to(loaded.device),
             )
             for index, start in enumerate(starts)
         ]
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """Forward one window."""
-        window: Window = unit.inputs
+        window: torch.Tensor = unit.inputs  # [1, tokens]
         memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
         with torch.inference_mode(), memory, timer:
-            cache = entry.create(loaded.model, Demand(1, window.ids.shape[1]))
-            nll = _nll(loaded, window.ids, cache)
-        answer = Answer(unit.samples[0].id, values={"nll": nll, "tokens": float(window.ids.shape[1] - 1)})
+            cache = entry.create(loaded.model, Demand(1, window.shape[1]))
+            nll = _nll(loaded, window, cache)
+        answer = Answer(unit.samples[0].id, values={"nll": nll, "tokens": float(window.shape[1] - 1)})
         measures = Measures(1, (), (), entry.kv_bytes(cache), memory.peak_bytes, memory.rise_bytes)
         return Outcome((answer,), measures)
 

@@ -79,7 +79,7 @@ class Retrieval(Task):
     )
 
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
-        """Catalogues; `settings.limit` questions or a few more in all, as many at every length and depth."""
+        """Catalogues; `settings.limit` questions or a few more, about as many at every length and depth."""
         rows = data_source.read(
             data_source.chosen(settings, self.source), ("input", "reference"), None, settings.seed
         )

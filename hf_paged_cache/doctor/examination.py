@@ -9,12 +9,10 @@ import torch
 
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.kernels import dispatch
+from hf_paged_cache.kernels.dispatch import Standing
 
 from . import machine, selftest
 from .report import Check, Report
-
-# How the dispatcher begins what it says of a backend.
-_WILL_RUN, _SLOWER, _NOT_ASKED, _OTHER_DEVICE = "will run", "a faster one", "not asked for", "It runs on "
 
 
 def examine(device: str | torch.device | None = None) -> Report:
@@ -56,22 +54,20 @@ def examine(device: str | torch.device | None = None) -> Report:
 def _backends(device: torch.device) -> tuple[dict[str, str], list[str]]:
     """Backend -> whether it runs or why not, and what is wrong with that."""
     try:
-        lines = dispatch.explain(selftest.blocks_of("auto", device))
+        explained = dispatch.explain(selftest.blocks_of("auto", device))
     except PagedCacheError as error:
         return {}, [str(error)]
-    refused = [
-        (name, reason) for name, reason in lines if not reason.startswith((_WILL_RUN, _SLOWER, _NOT_ASKED))
-    ]
-    if not any(reason.startswith(_WILL_RUN) for _, reason in lines):
+    said = {each.name: each.reason for each in explained}
+    if not any(each.standing is Standing.RUNS for each in explained):
         variable = dispatch.ENVIRONMENT_VARIABLE
-        name, reason = next(pair for pair in refused if pair[0] == os.environ[variable].strip().lower())
-        return dict(lines), [f"{variable} asks for {name!r}, which cannot run here: {reason} Unset it"]
+        name = os.environ[variable].strip().lower()
+        return said, [f"{variable} asks for {name!r}, which cannot run here: {said[name]} Unset it"]
     problems = [
-        f"the fast backend {name!r} does not run here, and a slower one takes over: {reason}"
-        for name, reason in refused
-        if not reason.startswith(_OTHER_DEVICE)
+        f"the fast backend {each.name!r} does not run here, and a slower one takes over: {each.reason}"
+        for each in explained
+        if each.standing is Standing.REFUSED
     ]
-    return dict(lines), problems
+    return said, problems
 
 
 def _checks(device: torch.device) -> list[Check]:

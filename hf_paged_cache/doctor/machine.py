@@ -45,7 +45,7 @@ def describe(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         found["gpu"] = f"{torch.cuda.get_device_name(device)}, capability {major}.{minor}"
-    found["processor"] = f"{_processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
+    found["processor"] = f"{processor()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
     reason = cpu.unavailable_reason()
     found["CPU kernel"] = reason if reason is not None else f"compiled for {cpu.isa()}"
     found["free memory"] = f"{free_memory_bytes(device) / 2**30:.1f} GiB"
@@ -80,7 +80,8 @@ def cache_folder() -> tuple[str, str | None]:
         return str(folder), error.strerror or str(error)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name, as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from hf_paged_cache import compat
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES
 from hf_paged_cache.formats import RecordFormat, kv_format
@@ -106,7 +106,6 @@ def _rms_ratio(got: torch.Tensor, want: Any) -> float:
 
 
 def _generate(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    given: dict[str, Any] = {name: cache, "attention_mask": torch.ones_like(ids)}
+    given: dict[str, Any] = {compat.cache_argument(model): cache, "attention_mask": torch.ones_like(ids)}
     out: torch.Tensor = model.generate(ids, **given, do_sample=False, max_new_tokens=8)
     return out

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal, Protocol, cast, overload
 
 import torch
@@ -104,6 +105,12 @@ class _Entry:
     module: str
     devices: frozenset[str] | None = None
     when_forced: frozenset[str] = frozenset()
+
+    def serves(self, device: torch.device, *, is_forced: bool) -> bool:
+        """Whether it is made for a device."""
+        if self.devices is None:
+            return True
+        return device.type in self.devices or (is_forced and device.type in self.when_forced)
 
     def load(self) -> Backend:
         return cast(Backend, importlib.import_module(self.module, __package__))
@@ -288,24 +295,52 @@ def scratch_bytes() -> int:
     return sum(backend.scratch_bytes() for backend in in_use.values() if hasattr(backend, "scratch_bytes"))
 
 
-def explain(blocks: LayerBlocks) -> list[tuple[str, str]]:
+class Standing(Enum):
+    """Where a backend stands for some blocks."""
+
+    RUNS = "runs"
+    SLOWER = "a faster one runs"
+    NOT_ASKED = "another one is asked for by name"
+    OTHER_DEVICE = "made for another device"
+    REFUSED = "does not run here"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is to be said of a backend.
+
+    Attributes:
+        name: Which.
+        standing: For programs.
+        reason: For people.
+    """
+
+    name: str
+    standing: Standing
+    reason: str
+
+
+def explain(blocks: LayerBlocks) -> list[Explanation]:
     """Each backend, fastest first, with whether it runs for these blocks or why it does not. May compile.
 
     Raises:
         PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
     """
-    forced, taken = _forced(), False
-    lines: list[tuple[str, str]] = []
+    forced, taken, device = _forced(), False, blocks.keys.device
+    found: list[Explanation] = []
     for name, entry in _BACKENDS.items():
-        reason = _refusal(entry, forced == name, blocks.keys.device, blocks)
-        if reason is None and forced not in (None, name):
-            reason = f"not asked for: {ENVIRONMENT_VARIABLE}={forced}"
-        if reason is None and taken:
-            reason = "a faster one runs"
-        if reason is None:
-            taken, reason = True, _will_run(entry)
-        lines.append((name, reason))
-    return lines
+        reason = _refusal(entry, forced == name, device, blocks)
+        if reason is not None:
+            is_here = entry.serves(device, is_forced=forced == name)
+            standing = Standing.REFUSED if is_here else Standing.OTHER_DEVICE
+        elif forced not in (None, name):
+            standing, reason = Standing.NOT_ASKED, f"not asked for: {ENVIRONMENT_VARIABLE}={forced}"
+        elif taken:
+            standing, reason = Standing.SLOWER, Standing.SLOWER.value
+        else:
+            standing, reason, taken = Standing.RUNS, _will_run(entry), True
+        found.append(Explanation(name, standing, reason))
+    return found
 
 
 def _backend(blocks: LayerBlocks) -> Backend:
@@ -350,9 +385,8 @@ def _choose(key: tuple[object, ...], device: torch.device, blocks: LayerBlocks |
 
 def _refusal(entry: _Entry, is_forced: bool, device: torch.device, blocks: LayerBlocks | None) -> str | None:
     """Why a backend does not serve these blocks, or where there are none, pools on this device."""
-    devices = entry.devices
-    if devices is not None and device.type not in (devices | entry.when_forced if is_forced else devices):
-        return f"It runs on {', '.join(sorted(devices))}; the blocks are on {device}."
+    if not entry.serves(device, is_forced=is_forced):
+        return f"It runs on {', '.join(sorted(entry.devices or ()))}; the blocks are on {device}."
     backend = entry.load()
     return (
         backend.unsupported_reason(blocks) if blocks is not None else None

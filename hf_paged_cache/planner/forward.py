@@ -6,7 +6,6 @@ narrower than K, and some layers share the K and V of others.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
-from hf_paged_cache import architectures
+from hf_paged_cache import architectures, compat
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 
 from .skeleton import first_line, quiet, skeleton, without_content
@@ -142,7 +141,7 @@ def _feed(model: Any, tokens: int) -> _Recorder:
     try:
         try:
             cache = _run(model, tokens, nullcontext())
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             if device.type != "meta":
                 raise
             # Several times slower, so only for models that look into tensors.
@@ -166,10 +165,8 @@ def _run(model: Any, tokens: int, mode: AbstractContextManager[None]) -> _Record
     device = next(model.parameters()).device
     cache = _Recorder(model.config)
     ids = torch.ones(1, tokens, dtype=torch.long, device=device)
-    accepted = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in accepted else "past_key_values"
     with torch.no_grad(), device, mode, quiet():
-        model(ids, **{name: cache}, use_cache=True)
+        model(ids, **{compat.cache_argument(model): cache}, use_cache=True)
     return cache
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hf_paged_cache import compat
 from hf_paged_cache.attention import AttentionCall, observe
 from hf_paged_cache.cache import PagedCache
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
@@ -100,7 +101,7 @@ class Pair:
         self, tokens: torch.Tensor, cache: PagedCache, observer: Callable[..., None] | None
     ) -> torch.Tensor:
         accepted = inspect.signature(type(self._model).forward).parameters
-        options: dict[str, Any] = {"cache" if "cache" in accepted else "past_key_values": cache}
+        options: dict[str, Any] = {compat.cache_argument(self._model): cache}
         if "logits_to_keep" in accepted:
             options["logits_to_keep"] = 1
         watching: AbstractContextManager[None] = observe(observer) if observer else nullcontext()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_paged_cache.cache import PagedCache
+from hf_paged_cache.plain import plain_tensors
 
 _TOKENS_DIM = -2
 
@@ -67,7 +67,7 @@ def _of_stock(cache: Cache) -> Holdings:
     for layer in cache.layers:
         filled = _filled_tokens(layer)
         for name, value in vars(layer).items():
-            for tensor in _tensors(value):
+            for tensor in plain_tensors(value):
                 storage = tensor.untyped_storage()
                 storages[tensor.device, storage.data_ptr()] = storage.nbytes()
                 has_room = name in ("keys", "values") and tensor.dim() > 2
@@ -80,18 +80,3 @@ def _filled_tokens(layer: Any) -> int:
     """Tokens per row that the tensors of a layer hold, which may have room for more."""
     count = getattr(layer, "get_seq_length", None)
     return 0 if count is None else int(count())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors inside containers and inside tensors that are made of others."""
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            yield from _tensors([getattr(value, name) for name in names])
-        else:
-            yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

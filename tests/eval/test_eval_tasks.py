@@ -199,7 +199,7 @@ def test_perplexity_is_that_of_one_plain_forward(loaded: LoadedModel) -> None:
     assert len(units) == SETTINGS.limit
     total = 0.0
     for unit, outcome in zip(units, outcomes, strict=True):
-        ids = unit.inputs.ids
+        ids = unit.inputs
         with torch.inference_mode():
             logits = loaded.model(ids).logits[0, :-1].double()
         expected = float(cross_entropy(logits, ids[0, 1:], reduction="sum"))
@@ -227,7 +227,7 @@ def test_a_text_of_ones_own_is_read_as_one(loaded: LoadedModel, tmp_path: Path) 
         _settings("perplexity"), tasks=("perplexity",), dataset=str(file), input_column="text", contexts=(23,)
     )
     (unit,) = TASKS["perplexity"].units(loaded, settings)
-    assert loaded.tokenizer.decode(unit.inputs.ids[0]) == "first line\n\nsecond line"
+    assert loaded.tokenizer.decode(unit.inputs[0]) == "first line\n\nsecond line"
     with pytest.raises(UsageError, match="the text has 23 tokens, and a window needs 24"):
         TASKS["perplexity"].units(loaded, dataclasses.replace(settings, contexts=(24,)))
 
@@ -469,7 +469,7 @@ def test_forks_for_questions_leave_no_blocks_behind(loaded: LoadedModel) -> None
 
 def test_latency_looks_at_every_context_in_every_round(loaded: LoadedModel) -> None:
     units = TASKS["latency"].units(loaded, _settings("latency"))
-    assert [unit.inputs.ids.shape for unit in units] == [(1, 24), (1, 70)] * 2
+    assert [unit.inputs.shape for unit in units] == [(1, 24), (1, 70)] * 2
     outcomes = _outcomes(loaded, "latency", "dynamic", units)
     assert [len(outcome.answers[0].tokens) for outcome in outcomes] == [4] * 4
     contexts = TASKS["latency"].details(outcomes)["contexts"]

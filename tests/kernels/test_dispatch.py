@@ -36,10 +36,14 @@ def blocks() -> LayerBlocks:
 def _use_backends(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
     """Replace the registry by these, fastest first."""
     entries = {
-        name: SimpleNamespace(devices=None, when_forced=frozenset(), load=lambda m=module: m)
+        name: SimpleNamespace(serves=lambda device, *, is_forced: True, load=lambda m=module: m)
         for name, module in modules.items()
     }
     monkeypatch.setattr(dispatch, "_BACKENDS", entries)
+
+
+def _explained(blocks: LayerBlocks) -> list[tuple[str, str]]:
+    return [(each.name, each.reason) for each in dispatch.explain(blocks)]
 
 
 def _fast(*, unavailable: str | None = None, unsupported: str | None = None) -> SimpleNamespace:
@@ -58,7 +62,7 @@ def test_first_backend_that_can_run_is_taken(monkeypatch: pytest.MonkeyPatch, bl
     _use_backends(monkeypatch, fast=_fast(), torch=torch_blocks)
     assert dispatch.backend_name(blocks) == "fast"
     assert dispatch.decode(blocks, build(Case("b")).attention) == "fast"
-    assert dispatch.explain(blocks) == [("fast", "will run (avx1024)"), ("torch", "a faster one runs")]
+    assert _explained(blocks) == [("fast", "will run (avx1024)"), ("torch", "a faster one runs")]
 
 
 @pytest.mark.parametrize("refusal", ["unavailable", "unsupported"])
@@ -72,7 +76,7 @@ def test_refused_backend_is_replaced_and_said_once(
     assert [record.getMessage() for record in caplog.records] == [
         "Backend 'fast' does not run: No compiler was found. Using the slower backend 'torch'."
     ]
-    assert dispatch.explain(blocks) == [("fast", "No compiler was found."), ("torch", "will run")]
+    assert _explained(blocks) == [("fast", "No compiler was found."), ("torch", "will run")]
 
 
 def test_blocks_that_a_backend_does_not_support_do_not_decide_for_others(
@@ -93,7 +97,8 @@ def test_environment_forces_a_backend_at_any_time(
     assert dispatch.backend_name(blocks) == "cpp"
     monkeypatch.setenv(VARIABLE, name)
     assert dispatch.backend_name(blocks) == name
-    assert [line[0] for line in dispatch.explain(blocks) if line[1].startswith("will run")] == [name]
+    running = [each.name for each in dispatch.explain(blocks) if each.standing is dispatch.Standing.RUNS]
+    assert running == [name]
     monkeypatch.delenv(VARIABLE)
     assert dispatch.backend_name(blocks) == "cpp"
     assert not caplog.records
@@ -130,7 +135,7 @@ def test_forced_backend_that_cannot_run_raises_with_the_reason(
     ):
         with pytest.raises(BackendUnavailable, match=f"{VARIABLE}=fast.*No compiler was found"):
             call()
-    assert dispatch.explain(blocks) == [
+    assert _explained(blocks) == [
         ("fast", "No compiler was found."),
         ("torch", f"not asked for: {VARIABLE}=fast"),
     ]
@@ -145,7 +150,7 @@ def test_backend_of_another_device_is_not_even_loaded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dispatch, "_BACKENDS", dict(dispatch._BACKENDS))
     entry = dispatch._BACKENDS["cpp"]
     dispatch._BACKENDS["cpp"] = type(entry)("a.module.that.is.not", entry.devices)
-    assert dispatch.explain(blocks)[:3] == [
+    assert _explained(blocks)[:3] == [
         ("cpp", "It runs on cpu; the blocks are on meta."),
         ("triton", "It runs on cuda; the blocks are on meta."),
         ("torch", "will run"),
