@@ -45,7 +45,10 @@ def _subject(run: Run) -> list[Block]:
         ("model", run.source),
         ("weights and activations", str(run.settings.get("dtype", "of unknown dtype"))),
         ("machine", _machine(run.environment)),
-        ("time", f"{run.seconds:.0f} s in {processes}, the model's loading included"),
+        (
+            "time",
+            f"{run.seconds:.0f} s in {processes}, loading included; what an earlier call had finished is not",
+        ),
     ]
     caches = list(dict.fromkeys(row.cache for row in run.rows))
     blocks: list[Block] = [Bullets(about), Grid(["cache", "what it is"], _titles(run.titles, caches), 2)]
