@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib.util
 import json
 import logging
@@ -343,16 +342,8 @@ def _with_heads(layer: LayerErrors, heads: int) -> LayerErrors:
 
 
 def test_without_matplotlib_the_way_to_get_it_is_named(
-    int4: CacheProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    int4: CacheProfile, tmp_path: Path, without_matplotlib: None
 ) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(PagedCacheError, match=r'pip install "hf-paged-cache\[plots\]"'):
         int4.plot(tmp_path / "a.png")
     assert not list(tmp_path.iterdir())

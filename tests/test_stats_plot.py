@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +59,7 @@ def test_a_notebook_shows_the_figure_without_pyplot() -> None:
     assert figure._repr_png_()[:4] == b"\x89PNG"
 
 
-def test_without_matplotlib_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+def test_without_matplotlib_the_way_to_get_it_is_named(without_matplotlib: None) -> None:
     with pytest.raises(PagedCacheError, match=r'pip install "hf-paged-cache\[plots\]"'):
         PagedCache(shared_model("llama")).stats().plot()
 

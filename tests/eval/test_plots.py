@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import struct
 import sys
@@ -288,16 +287,8 @@ def test_the_report_links_the_pictures_that_were_drawn(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_reports_say_how_to_get_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_matplotlib: None
 ) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
     report.write(few_rows(), tmp_path)
     assert "pip install 'hf-paged-cache[plots]'" in (tmp_path / "report.md").read_text(
         encoding="utf-8"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -156,15 +154,7 @@ def test_bars_carry_the_numbers_of_the_table_and_gaps_are_named() -> None:
         assert all(box.x1 < figure.bbox.x1 for box in boxes)
 
 
-def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+def test_without_matplotlib_there_is_no_picture(tmp_path: Path, without_matplotlib: None) -> None:
     assert not picture.draw(results(), tmp_path / "quality.png")
     assert list(tmp_path.iterdir()) == []
 
