@@ -49,6 +49,11 @@ class Undo:
         if id(part) not in self._saved:
             self._saved[id(part)] = part, _held(vars(part), clone)
 
+    def kept(self, part: Any) -> dict[str, Any]:
+        """The attributes that an object had when it was saved."""
+        _, held = self._saved[id(part)]
+        return {name: _unpacked(value) for name, value in held.items()}
+
     def changed(self, part: Any) -> frozenset[tuple[Any, ...]]:
         """Where an object differs from what was saved of it: names of attributes, with keys inside dicts.
 
