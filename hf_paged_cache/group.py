@@ -322,7 +322,7 @@ class LayerGroup:
         places = {block_id: block_id for block_id in columns} if form is None else slots
         where = index(places.values())
         keys, values = (blank_beyond(side[where], held(places)) for side in (blocks.keys, blocks.values))
-        records = None
+        records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=device)
         if blocks.records is not None and blocks.form is not None:
             encoded = [block_id for block_id in columns if block_id not in slots]
             records = blocks.form.first_tokens(blocks.records[index(encoded)], held(encoded))
@@ -351,13 +351,11 @@ class LayerGroup:
             self._grow_slots()
         for layer_idx, layer in saved.layers.items():
             _, _, blocks = self._layers[layer_idx]
-            places = slots
-            if blocks.records is None:
-                places = list(ids.values())
-            elif layer.records is not None:
-                _put(blocks.records, layer.records, [ids[n] for n in saved.encoded])
+            places = list(ids.values()) if blocks.records is None else slots
             _put(blocks.keys, layer.keys, places)
             _put(blocks.values, layer.values, places)
+            if blocks.records is not None:
+                _put(blocks.records, layer.records, [ids[number] for number in saved.encoded])
         self.sync_tables()
         self.set_length(length)
 

@@ -27,13 +27,13 @@ class SavedLayer:
         format: Name of the format that it is stored in.
         keys: `[blocks, kv_heads, block_size, head_dim]` of all blocks, or with a format of the dense ones.
         values: `[blocks, kv_heads, block_size, v_head_dim]`, the same.
-        records: uint8 `[blocks, kv_heads, nbytes]` of the blocks that are not dense, None without a format.
+        records: uint8 `[blocks, kv_heads, nbytes]` of the blocks that are not in `keys` and `values`.
     """
 
     format: str
     keys: torch.Tensor
     values: torch.Tensor
-    records: torch.Tensor | None
+    records: torch.Tensor
 
 
 @dataclass(frozen=True)
