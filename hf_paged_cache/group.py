@@ -541,14 +541,13 @@ class LayerGroup:
         return [] if self.dense is None else self.dense.live_slots(self.manager)
 
     def _columns(self) -> dict[int, int]:
-        """Block id -> its column in the tables, of all blocks that rows hold, by rising ids."""
-        columns = {
+        """Block id -> its column in the tables, of all blocks that rows hold, in the order of the tables."""
+        return {
             block_id: column
             for table in self.manager.tables
             for column, block_id in enumerate(table.ids)
             if block_id != NULL_BLOCK
         }
-        return dict(sorted(columns.items()))
 
     def _expected_layers(self, layer_idx: int) -> int:
         hint = self.specs[layer_idx], self.formats[layer_idx]

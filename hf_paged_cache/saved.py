@@ -42,7 +42,7 @@ class SavedGroup:
 
     Attributes:
         window: Tokens that a query sees, or None for all.
-        tables: Of every row, the numbers of its blocks, counted from 0, or NULL_BLOCK.
+        tables: Of every row, the numbers of its blocks, counted in the order of the tables, or NULL_BLOCK.
         padding_blocks: Of every row, leading blocks that are not stored because they were padding.
         first_held: First token that is what a forward stored.
         dense_columns: Columns of the tables that quantised layers keep in the model's dtype.
@@ -174,6 +174,8 @@ def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
     if kind is torch.Tensor:
         _require(is_whole(value), where, "a tensor with memory for all its values", value)
         return value.detach()
+    if kind is int:
+        _require(type(value) is int and abs(value) < 1 << 63, where, "a whole number", value)
     _require(kind is Any or type(value) is kind, where, f"of type {getattr(kind, '__name__', kind)}", value)
     return value
 

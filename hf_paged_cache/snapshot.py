@@ -1,6 +1,6 @@
 """A cache as a plain dict of tensors and numbers, and back: what `state_dict`, `pickle` and `torch.save` use.
 
-Blocks that rows hold are written, numbered anew from 0, as the bytes that they are: a quantised cache comes
+Blocks that rows hold are written, numbered anew, as the bytes that they are: a quantised cache comes
 back bit for bit, and rows that share a block share it still. What lies in these blocks beside the rows' own
 tokens (of whoever had them before, of tokens that were cropped) is written as zeros. What `saved` describes
 is the whole of it.
@@ -172,9 +172,16 @@ def _check_lengths(saved: SavedCache) -> None:
     longest = max(counts, default=0)
     _expect(length == longest >= 0, "state_dict['length']", f"that of the longest layer, {longest}", length)
     _expect(set(counts) <= {0, length}, where, f"0 or {length} for every layer", counts)
-    claimed = {index for group in saved.groups for index in group.layers}
-    missing = [index for index, count in saved.tokens.items() if count and index not in claimed]
-    _expect(not missing, where, "0 for layers without K and V", missing)
+    claimed = {index: layer for group in saved.groups for index, layer in group.layers.items()}
+    for index, count in saved.tokens.items():
+        layer = claimed.get(index)
+        is_empty = (
+            count
+            or layer is None
+            or not any(side.any() for side in (layer.keys, layer.values, layer.records))
+        )
+        _expect(bool(is_empty), f"{where}[{index}]", "not 0, as there are K and V", count)
+        _expect(layer is not None or not count, f"{where}[{index}]", "0, as there is no K and V", count)
     has_rows = bool(claimed)
     _expect(
         (saved.batch > 0) is has_rows, "state_dict['batch']", "0 just where no layer has K and V", saved.batch
@@ -301,17 +308,15 @@ def _check_tables(saved: SavedCache, group: SavedGroup, where: str) -> None:
         for column, number in enumerate(table):
             is_outside = group.window is not None and (column + 1) * size <= first_needed
             is_missing = column < blocks or (fullest[column] == NULL_BLOCK and is_outside)
+            is_known = columns.get(number) == column or number == len(columns)
             _expect(
-                (number == NULL_BLOCK) is is_missing
-                and number >= NULL_BLOCK
-                and columns.setdefault(number, column)
-                in (column, columns[NULL_BLOCK] if is_missing else column),
+                number == NULL_BLOCK if is_missing else is_known,
                 f"{where}['tables'][{row}][{column}]",
-                "a block of this column, or -1 for what is outside of the window or padding",
+                "a block of this column or the next new one; -1 for what is padding or outside of the window",
                 number,
             )
-    numbers = columns.keys() - {NULL_BLOCK}
-    _expect(numbers == set(range(len(numbers))), f"{where}['tables']", "blocks counted from 0", [*numbers])
+            if not is_missing:
+                columns[number] = column
 
 
 def _check_layer(
