@@ -106,13 +106,11 @@ def checked(state: CacheState, hosts: HostParts, state_dict: object) -> Contents
     _check_padding(saved)
     first_tokens = 1
     if saved.batch:
-        windows = [group.window for group in saved.groups]
         specs = state.layer_groups.specs
+        windows = [group.window for group in saved.groups]
+        expected = list(dict.fromkeys(spec.window for spec in specs.values()))
         _expect(
-            sorted(windows, key=str) == sorted({spec.window for spec in specs.values()}, key=str),
-            "state_dict['groups']",
-            "one for each window of the model",
-            windows,
+            windows == expected, "state_dict['groups']", f"one for each of the windows {expected}", windows
         )
         first_tokens, formats = _formats(state, saved)
         for index, group in enumerate(saved.groups):
@@ -293,12 +291,13 @@ def _check_tables(saved: SavedCache, group: SavedGroup, where: str) -> None:
     num_columns = -(-length // size)
     for name, rows in (("tables", tables), ("padding_blocks", padding)):
         _expect(len(rows) == saved.batch, f"{where}[{name!r}]", f"of {saved.batch} rows", rows)
+    for row, table in enumerate(tables):
+        _expect(len(table) == num_columns, f"{where}['tables'][{row}]", f"{num_columns} blocks", table)
     columns: dict[int, int] = {}
     first_needed = 0 if group.window is None else max(0, length - (group.window - 1))
     fullest = tables[min(range(saved.batch), key=padding.__getitem__)]
     unstored = saved.padding.unstored or [0] * saved.batch
     for row, (table, blocks) in enumerate(zip(tables, padding, strict=True)):
-        _expect(len(table) == num_columns, f"{where}['tables'][{row}]", f"{num_columns} blocks", table)
         _expect(
             0 <= blocks <= min(num_columns, -(-unstored[row] // size)),
             f"{where}['padding_blocks'][{row}]",

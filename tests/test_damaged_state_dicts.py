@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,7 +102,7 @@ def _of_number(value: int) -> list[Any]:
 
 
 def _of_list(value: list[Any]) -> list[Any]:
-    changed = [[*value, *value[-1:]], value[:-1], value[1:], value[::-1], [*value, 0], [value], tuple(value)]
+    changed = [[*value, *value[-1:]], value[:-1], value[1:], value[::-1], [*value, 0], [value]]
     if value:
         changed += [value * 1000, [value[0]] * len(value), sorted(value, key=str)]
     return changed
@@ -166,15 +167,29 @@ def _changed(saved: Any, path: Path, other: Any) -> Any:
 
 
 def _flat(saved: Any) -> dict[Path, Any]:
-    """What there is beside containers and devices; tensors as their bytes, type and shape."""
-    found = {}
+    """What there is beside containers and devices; tensors as their type, shape and bytes."""
+    found: dict[Path, Any] = {}
     for path, value in _places(saved):
         if isinstance(value, torch.Tensor):
-            data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            found[path] = (value.dtype, tuple(value.shape), data)
+            found[path] = value.dtype, value.shape
+            found[*path, "bytes"] = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         elif not isinstance(value, dict | list | torch.device) or value in ({}, []):
             found[path] = value
     return found
+
+
+def _agrees(got: dict[Path, Any], want: dict[Path, Any]) -> bool:
+    """Whether a cache holds what a dict says: where no token lies it has zeros, whatever the dict has."""
+    if got.keys() != want.keys():
+        return False
+    for path, value in got.items():
+        if isinstance(value, bytes):
+            held, said = (np.frombuffer(side, np.uint8) for side in (value, want[path]))
+            if ((held != said) & (held != 0)).any():
+                return False
+        elif value != want[path]:
+            return False
+    return True
 
 
 def _try(kind: str, target: PagedCache, path: Path, damaged: Any) -> str:
@@ -187,7 +202,7 @@ def _try(kind: str, target: PagedCache, path: Path, damaged: Any) -> str:
         return "refused"
     target.check_integrity()
     is_original = _flat(damaged) == _flat(_saved(kind))
-    assert _flat(target.state_dict()) == _flat(damaged)
+    assert _agrees(_flat(target.state_dict()), _flat(damaged))
     if is_original or path[:1] != ("hosts",):  # what shape states have, only the model knows
         try:
             after = _go_on(kind, target)
