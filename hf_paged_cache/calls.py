@@ -82,15 +82,14 @@ class Ending:
 class _Mark:
     """Lies beside the variables of a frame, and goes with them."""
 
-    __slots__ = ("__weakref__", "ending")
+    ending: Ending | None = None
 
     def __init__(self, frame: FrameType) -> None:
         self.ending = Ending(frame, self)
 
     def __del__(self) -> None:
-        # Nothing is below a frame that a thread began with.
-        below = sys._getframe(0).f_back
-        self.ending.see(below)
+        if self.ending is not None:
+            self.ending.see(sys._getframe(0).f_back)
 
 
 def _position(frame: FrameType | None) -> tuple[int, int] | None:

@@ -148,7 +148,9 @@ class Scene:
 
     def run(self, at: int | None = None, do: Callable[[Any, PagedCache], Any] | None = None) -> int:
         """Do it, or something else, interrupted or not. Returns how many lines were run."""
-        with interrupting(at) as lines:
+        made = None
+        # A finalizer swallows whatever arrives while it runs.
+        with interrupting(at) as lines, contextlib.suppress(Interrupted):
             made = (do or self.act.run)(self.model, self.cache)
         if made is not None:
             _shown(self.model, made)
@@ -162,16 +164,14 @@ class Scene:
             shown = self.shows()
         except (AssertionError, PagedCacheError) as error:
             return f"{type(error).__name__}: {error}"
-        for outcome, wanted in enumerate(allowed):
-            if all(_is_like(a, b) for a, b in zip(shown, wanted, strict=True)):
-                break
-        else:
+        found = [all(map(_is_like, shown, wanted)) for wanted in allowed]
+        if not any(found):
             return f"other rows, tokens or logits: {[item[:2] for item in shown]}"
         self.cache.reset()
         self.other.reset()
         self.cache.check_integrity()
         stats = self.cache.stats()
-        return str(outcome) if stats.used_blocks == 0 else f"{stats.used_blocks} blocks are lost"
+        return str(found.index(True)) if stats.used_blocks == 0 else f"{stats.used_blocks} blocks are lost"
 
 
 def _shown(model: Any, cache: PagedCache) -> tuple[int, int, torch.Tensor]:
