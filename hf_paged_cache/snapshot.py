@@ -132,7 +132,8 @@ def load(state: CacheState, hosts: HostParts, layers: Sequence[Any], contents: C
         PoolExhausted: They do not fit into the pool. Whatever is raised, the cache is as it was.
     """
     before = state.layer_groups
-    groups = before.beside(contents.saved if contents.saved.batch else None, contents.first_tokens)
+    saved = contents.saved if contents.saved.batch else None
+    groups = state.change(lambda: before.beside(saved, contents.first_tokens))
     attributes = state.with_contents(groups, contents.saved, contents.tokens, contents.padding)
     changes = [
         (state, "__dict__", attributes),
@@ -146,7 +147,7 @@ def load(state: CacheState, hosts: HostParts, layers: Sequence[Any], contents: C
     ]
     # One call without a line of Python in it, so that no interrupt finds half of it done.
     deque(starmap(setattr, changes), maxlen=0)
-    before.reset()
+    before.store.change(before.save, before.reset)
 
 
 # --- what must be true --------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ def _check_lengths(saved: SavedCache) -> None:
     where, length, counts = "state_dict['tokens']", saved.length, list(saved.tokens.values())
     longest = max(counts, default=0)
     _expect(length == longest >= 0, "state_dict['length']", f"that of the longest layer, {longest}", length)
-    _expect(set(counts) <= {0, length}, where, f"0 or {length} for every layer", counts)
+    _expect(min(counts, default=0) >= 0, where, f"0…{length} for every layer", counts)
     claimed = {index: layer for group in saved.groups for index, layer in group.layers.items()}
     for index, count in saved.tokens.items():
         layer = claimed.get(index)
@@ -355,7 +356,6 @@ _SETTINGS = ("number_of_states", "sliding_window", "_sliding_window_tensor")
 def _checked_parts(hosts: HostParts, saved: SavedCache) -> list[tuple[Any, Attributes]]:
     found: list[tuple[Any, Attributes]] = []
     rows = {saved.batch} if saved.batch else set()
-    lengths = {saved.length} if saved.tokens else set()
     for (index, (part, empty)), values in zip(hosts.empty_parts().items(), saved.hosts, strict=True):
         where = f"state_dict['hosts'][{len(found)}]"
         attributes = _checked_attributes(type(part), empty, values, where)
@@ -364,10 +364,10 @@ def _checked_parts(hosts: HostParts, saved: SavedCache) -> list[tuple[Any, Attri
         else:
             more, length = _rows_and_length(attributes, where)
             rows |= more
-            lengths |= set() if index in hosts.fixed else {length}
+            expected = length if index in hosts.fixed else saved.tokens.get(index, length)
+            _expect(length == expected, where, f"of {expected} tokens", length)
         found.append((part, attributes))
     _expect(len(rows) <= 1, "state_dict['hosts']", f"of {saved.batch} rows", sorted(rows))
-    _expect(len(lengths) <= 1, "state_dict['hosts']", f"of {saved.length} tokens", sorted(lengths))
     return found
 
 
