@@ -315,12 +315,11 @@ def _run_all(commands: list[list[str]], folder: Path) -> None:
     """Run compilers side by side, one for each CPU, until all are done or one has failed."""
     waiting = [*commands]
     running: list[tuple[subprocess.Popen[str], list[str], IO[str], float]] = []
-    log: IO[str]
     with contextlib.ExitStack() as stack:
         while waiting or running:
             while waiting and len(running) < (os.cpu_count() or 1):
                 command = waiting.pop(0)
-                log = stack.enter_context(open(folder / f"{len(waiting)}.log", "w+", errors="replace"))
+                log = stack.enter_context(_open_log(folder / f"{len(waiting)}.log"))
                 process = stack.enter_context(_started(command, log, folder))
                 running.append((process, command, log, time.monotonic() + _COMPILE_TIMEOUT_S))
             time.sleep(0.01)
@@ -334,3 +333,9 @@ def _run_all(commands: list[list[str]], folder: Path) -> None:
                     raise BuildError(
                         f"The compiler {command[0]!r} has not finished after {_COMPILE_TIMEOUT_S} s."
                     )
+
+
+def _open_log(path: Path) -> IO[str]:
+    """For what a compiler says: in memory where that can be, since it may say that the disk is full."""
+    place = os.memfd_create(path.name) if hasattr(os, "memfd_create") else path
+    return open(place, "w+", encoding="utf-8", errors="replace")
