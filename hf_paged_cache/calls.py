@@ -145,6 +145,11 @@ def is_generation(depth: int = 1) -> bool:
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
 
 
+def is_copying(depth: int = 1) -> bool:
+    """Whether the function that is `depth` frames up from the caller belongs to the module `copy`."""
+    return _module_of(sys._getframe(depth + 1)) == "copy"
+
+
 def updating_module(layer_idx: int) -> torch.nn.Module | None:
     """The attention module that brings K and V of a layer; None if they come from elsewhere."""
     frame: FrameType | None = sys._getframe(1)
