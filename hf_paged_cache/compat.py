@@ -158,12 +158,11 @@ def pickle_with(config_class: type, plain_name: Callable[[str], str]) -> None:
     """
 
     def reduce(config: Any) -> Any:
-        built = config.__reduce_ex__(2)
-        state = built[2] if len(built) > 2 else None
-        name = state.get(_IMPLEMENTATION) if isinstance(state, dict) else None
-        if name is None or calls.is_copying(depth=1):
-            return built
-        return (*built[:2], state | {_IMPLEMENTATION: plain_name(name)}, *built[3:])
+        make, arguments, state, *rest = config.__reduce_ex__(2)
+        name = state.get(_IMPLEMENTATION)
+        if name is not None and not calls.is_copying(depth=1):
+            state = state | {_IMPLEMENTATION: plain_name(name)}
+        return make, arguments, state, *rest
 
     copyreg.pickle(config_class, reduce)
 

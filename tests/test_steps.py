@@ -216,7 +216,9 @@ def test_a_cache_that_is_passed_is_used_whatever_the_config_says(
     name = "decoder_input_ids" if encoded else "input_ids"
     for tokens in (ids(20, 1), ids(1, 1, seed=1), ids(3, 1, seed=2)):
         with torch.no_grad():
-            want, got = (run(**encoded, **{name: tokens}, **{cache_kwarg(): cache}).logits for cache in cached)
+            want, got = (
+                run(**encoded, **{name: tokens}, **{cache_kwarg(): cache}).logits for cache in cached
+            )
         assert (got - want).abs().max() <= 2e-4 * want.abs().max()
     assert cached[0].get_seq_length() == cached[1].get_seq_length() == 24
     if call == "model":
