@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from .history import TokenHistory
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .padding import NO_PADDING, Forward, NotedMask, Padding
+from .saved import SavedCache
 from .spec import LayerSpec
 from .step import Step
 from .store import Restore, Saved
@@ -550,10 +551,21 @@ class CacheState:
         self._usage, self._twins = Usage(), Twins()
         self.equal_rows = 0
 
-    def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:
-        """Take over the lengths of contents that were put into the groups."""
-        self.batch, self.tokens, self.padding = batch, dict(tokens), padding
-        self.step_start = self.step_end = length
+    def with_contents(
+        self, groups: LayerGroups, saved: SavedCache, tokens: dict[int, int], padding: Padding
+    ) -> dict[str, Any]:
+        """The attributes of this state with saved contents, which these groups hold."""
+        twin = copy.copy(self)
+        twin._groups, twin.history, twin.undo = groups, TokenHistory(), Undo()
+        twin.batch, twin.tokens, twin.padding = saved.batch, tokens, padding
+        twin.step_start = twin.step_end = saved.length
+        twin.record_past, twin.is_lost = saved.record_past, False
+        twin._last_written = twin._noted = twin._root = None
+        twin._twins = Twins()
+        twin._close_step()
+        if saved.input_ids.shape[1]:
+            twin.history.commit(saved.input_ids, saved.input_ids.shape[1])
+        return dict(vars(twin))
 
     @property
     def layer_groups(self) -> LayerGroups:
