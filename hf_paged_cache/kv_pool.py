@@ -10,7 +10,7 @@ import torch
 from .blocks import Moves
 from .formats import KVFormat, RecordFormat, blank_beyond
 from .kernels import dispatch
-from .memory import advise_huge_pages
+from .memory import advise_huge_pages, allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Storage:
             self.keys, self.values = allocate_dense(shape, num_blocks, num_layers, block_size)
         else:
             sizes = num_blocks, num_layers, shape.kv_heads, self.form.nbytes
-            self.records = _empty(sizes, torch.uint8, shape.device)
+            self.records = _empty(sizes, torch.uint8, shape.device, block_size)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -288,8 +288,8 @@ def allocate_dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for K and V of so many blocks in the model's dtype."""
     leading = (num_blocks, num_layers, shape.kv_heads, block_size)
-    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device)
-    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device)
+    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device, block_size)
+    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device, block_size)
 
 
 def _indices(
@@ -307,9 +307,7 @@ def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # A pool made inside torch.inference_mode() could not be written outside of it.
-    with torch.inference_mode(False):
-        tensor = torch.empty(*shape, dtype=dtype, device=device)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, block_size: int) -> torch.Tensor:
+    tensor = allocate(shape, dtype, device, block_size)
     advise_huge_pages(tensor)
     return tensor

@@ -86,6 +86,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         # What another cache shows of its layers has no storage that a kernel could read.
         key_states, value_states = dense(key_states), dense(value_states)
         self._check(key_states, value_states)
+        _check_data(self.layer_idx, key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         joins = state.is_open and state.is_next_in_step(self.layer_idx)
         is_first = not joins or start + new_tokens != state.step_end
@@ -472,3 +473,18 @@ def refuse_to_move(method: str) -> NoReturn:
         f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
         "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
     )
+
+
+def _check_data(layer_idx: int, *sides: torch.Tensor) -> None:
+    """Raise CacheMismatchError if nobody has computed K or V, or a transform keeps the numbers to itself."""
+    for states in sides:
+        try:
+            has_data = states.untyped_storage().device.type != "meta"
+        except NotImplementedError:  # torch's word for a tensor that stands for others
+            has_data = False
+        if not has_data:
+            raise CacheMismatchError(
+                f"layer {layer_idx}: K and V have no data, as on the meta device, in FakeTensorMode and "
+                "inside transforms of torch.func, and a paged cache stores data. Use a DynamicCache there; "
+                "`plan_memory` tells sizes without a forward"
+            )
