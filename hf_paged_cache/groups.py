@@ -334,7 +334,8 @@ class LayerGroups:
         if saved is None:
             return twin
         needed = {group.window: group.num_blocks for group in saved.groups}
-        self.store.collect()
+        for group in self.all:
+            group.section.collect()
         if not all(group.manager.pool.can_allocate(needed[group.window]) for group in self.all):
             twin.store = Store()
         twin._fill(saved, first_tokens, needed)

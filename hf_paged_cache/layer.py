@@ -44,6 +44,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         twin._state, twin._last_read = state, None
         return twin
 
+    def forget(self) -> None:
+        """Expect other K and V than so far, as when saved ones were loaded."""
+        self._last_seen = self._last_read = None
+
     # --- what attention calls -------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

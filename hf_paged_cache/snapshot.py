@@ -14,10 +14,8 @@ say, and which shape a model gives the latter beyond their rows: bytes are bytes
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -133,20 +131,18 @@ def load(state: CacheState, hosts: HostParts, layers: Sequence[Any], contents: C
     """
     before = state.layer_groups
     saved = contents.saved if contents.saved.batch else None
-    groups = state.change(lambda: before.beside(saved, contents.first_tokens))
-    attributes = state.with_contents(groups, contents.saved, contents.tokens, contents.padding)
-    changes = [
-        (state, "__dict__", attributes),
-        *((part, "__dict__", _copied(values)) for part, values in contents.parts),
-        *((hosts, name, value) for name, value in hosts.settled().items()),
-        *chain.from_iterable(
-            ((layer, "_last_seen", None), (layer, "_last_read", None))
-            for layer in layers
-            if isinstance(layer, PagedLayer)
-        ),
-    ]
-    # One call without a line of Python in it, so that no interrupt finds half of it done.
-    deque(starmap(setattr, changes), maxlen=0)
+
+    def make() -> None:
+        groups = before.beside(saved, contents.first_tokens)
+        vars(state).update(state.with_contents(groups, contents.saved, contents.tokens, contents.padding))
+        for part, values in contents.parts:
+            part.__dict__ = _copied(values)
+        vars(hosts).update(hosts.settled())
+        for layer in layers:
+            if isinstance(layer, PagedLayer):
+                layer.forget()
+
+    state.change(make, hosts)
     before.store.change(before.save, before.reset)
 
 
