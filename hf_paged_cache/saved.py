@@ -161,7 +161,7 @@ def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
         )
         return tuple(parse(kind, item, where) for kind, item in zip(inner, value, strict=True))
     if origin is tuple:
-        _require(_is_constant(value), where, "a tuple of numbers and strings", value)
+        _require(type(value) is tuple and _is_constant(value), where, "a tuple of constants", value)
         return value
     if origin is list:
         _require(type(value) is list, where, "a list", value)
