@@ -504,8 +504,8 @@ class LayerGroup:
     def _has_marks(self, pool: KVPool) -> bool:
         return self.dense is not None and pool.form is not None
 
-    def _dense_columns(self, pool: KVPool) -> tuple[int, ...]:
-        return () if self.dense is None or pool.form is None else tuple(self.dense.columns)
+    def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...]:
+        return () if self.dense is None or pool.form is None else (tuple(self.dense.columns),)
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
