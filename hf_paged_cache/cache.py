@@ -243,7 +243,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def _spread_rows(self, rows: int) -> None:
         """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
-        if self._num_rows != 1 or rows == 1 or torch.compiler.is_compiling():
+        if self._num_rows != 1 or rows < 2 or torch.compiler.is_compiling():
             return
         self._state.take(None)
         if self._num_rows == 1 and not self._state.is_open and not self._state.is_static:

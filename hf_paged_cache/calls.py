@@ -78,7 +78,8 @@ class Ending:
         if mark is None:
             # Names that the function does not have stay with its frame, and nobody else sees them.
             mark = frame.f_locals[_MARK] = _Mark(frame)
-        ending: Ending = mark.ending
+        ending = mark.ending
+        assert isinstance(ending, Ending), "a mark has its ending from the start"
         return ending
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .blocks import Moves
-from .formats import KVFormat, RecordFormat
+from .formats import KVFormat, RecordFormat, blank_beyond
 from .kernels import dispatch
 from .memory import advise_huge_pages, allocate
 
@@ -219,6 +219,24 @@ class KVPool:
         for pool in (self.keys, self.values) if self.records is None else (self.records,):
             pool[torch.tensor(ids, device=pool.device)] = 0
 
+    def blank_beyond(self, held: Mapping[int, int], slots: Mapping[int, int]) -> None:
+        """Leave nothing in blocks but the first tokens of each, as in a copy that is another's.
+
+        Args:
+            held: Block id -> how many.
+            slots: Block id -> slot, of those that quantised layers keep in the model's dtype.
+        """
+        size, dense, form = self.storage.block_size, held, self.form
+        if form is not None and self.records is not None:
+            ids, counts = _indices(
+                {i: 0 if i in slots else n for i, n in held.items()}, size, self.shape.device
+            )
+            self.records[ids] = form.first_tokens(self.records[ids], counts)
+            dense = {slot: held[block_id] for block_id, slot in slots.items()}
+        ids, counts = _indices(dense, size, self.shape.device)
+        for pool in (self.keys, self.values):
+            pool[ids] = blank_beyond(pool[ids], counts)
+
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks in the model's dtype, all layers at once."""
         dispatch.copy_blocks(self.keys, src, dst)
@@ -272,6 +290,16 @@ def allocate_dense(
     leading = (num_blocks, num_layers, shape.kv_heads, block_size)
     keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device, block_size)
     return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device, block_size)
+
+
+def _indices(
+    held: Mapping[int, int], block_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of blocks that are not full: which, and how many tokens they hold."""
+    partial = {index: count for index, count in held.items() if count < block_size}
+    return torch.tensor([*partial], device=device, dtype=torch.long), torch.tensor(
+        [*partial.values()], device=device, dtype=torch.long
+    )
 
 
 def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:

@@ -44,11 +44,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         twin._state, twin._last_read = state, None
         return twin
 
+    def forget(self) -> None:
+        """Expect other K and V than so far, as when saved ones were loaded."""
+        self._last_seen = self._last_read = None
+
     # --- what attention calls -------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take a place in a pool for K `[batch, kv_heads, tokens, head_dim]` and V of these shapes."""
         if self.layer_idx not in self._state.blocks:
+            if not _have_content(key_states, value_states):
+                self._raise_mismatch(key_states, value_states)
             self._state.claim(self.layer_idx, key_states, value_states)
 
     def update(
@@ -361,6 +367,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         k, v = key_states.shape, value_states.shape
         if len(k) != 4 or len(v) != 4 or k[:3] != v[:3] or key_states.dtype != value_states.dtype:
             return False
+        if not _have_content(key_states, value_states):
+            return False
         if batch and k[0] != batch:
             return False
         return blocks is None or (
@@ -383,6 +391,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             raise CacheMismatchError(
                 f"layer {self.layer_idx}: K and V must be [batch, kv_heads, tokens, head_dim] and agree in "
                 f"the first three; got {got}"
+            )
+        if not _have_content(key_states, value_states):
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must have at least one row, one kv head and one channel; "
+                f"got {got}"
             )
         if batch and key_states.shape[0] != batch:
             raise CacheMismatchError(
@@ -446,6 +459,12 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
 
     def _first_visible(self, tokens: int) -> int:
         return max(0, tokens - (self.sliding_window - 1))
+
+
+def _have_content(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+    """Whether K and V `[batch, kv_heads, tokens, head_dim]` have rows, heads and channels, if not tokens."""
+    batch, kv_heads, _, head_dim = key_states.shape
+    return min(batch, kv_heads, head_dim, value_states.shape[3]) > 0
 
 
 def refuse_to_move(method: str) -> NoReturn:
