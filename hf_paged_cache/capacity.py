@@ -108,7 +108,7 @@ class Capacity:
     def _check_memory(self, wanted_bytes: int, batch: int, device: torch.device) -> None:
         """Raise PagedCacheError if pools could never be filled, even by a process alone on the machine."""
         there = total_memory_bytes(device)
-        if wanted_bytes <= there:
+        if there is None or wanted_bytes <= there:
             return
         tokens = self._full_blocks(batch) * self._config.block_size
         asked = (
