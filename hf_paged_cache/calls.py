@@ -27,8 +27,6 @@ _PACKAGE = __name__.partition(".")[0]
 _MARK = "__hf_paged_cache__"
 _UPDATE_IN_GRAPH = "update_in_graph"
 """The method by which a compiled forward reaches a cache."""
-_FRAMES_TO_THE_MODULE = 6
-"""A layer, a cache, a pair of caches, and what may be wrapped around them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +72,8 @@ class ModelCall:
             a place without a frame if there is none.
         root: The outermost call of the host around it: `generate`, or the forward itself.
         model: Whose forward it is, if that shows and it still lives.
+        whole: The outermost model that this forward is part of; where it is none of the host, the outermost
+            module.
         use_cache: What that forward was told; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
             it has none that its answer depends on.
@@ -86,6 +86,7 @@ class ModelCall:
     forward: Place
     root: Place
     model: weakref.ref[PreTrainedModel] | None
+    whole: weakref.ref[torch.nn.Module] | None
     use_cache: bool | None
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
@@ -94,7 +95,7 @@ class ModelCall:
     is_generating: bool
 
 
-_is_model_forward: dict[CodeType, bool] = {}
+_self_kinds: dict[CodeType, type[torch.nn.Module] | None] = {}
 
 
 def current() -> ModelCall:
@@ -102,13 +103,18 @@ def current() -> ModelCall:
     thread = threading.get_ident()
     inner: FrameType | None = None
     root: FrameType | None = None
+    outer: FrameType | None = None
+    module: FrameType | None = None
     graph: FrameType | None = None
     is_generating = is_in_graph = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
-        if name == "forward" and _belongs_to_model(frame):
-            inner, root = inner or frame, frame
+        if name == "forward" and (kind := _self_kind(frame)) is not None:
+            if kind is PreTrainedModel:
+                inner, outer, root = inner or frame, frame, frame
+            else:
+                module = frame
         elif name == "generate" and _module_of(frame).startswith(_GENERATION):
             root, is_generating = frame, True
         elif name == _UPDATE_IN_GRAPH and _module_of(frame).startswith(_PACKAGE):
@@ -120,6 +126,9 @@ def current() -> ModelCall:
     if inner is None and graph is not None:
         inner, root = graph, root or graph
         model, told = _given_to(graph)
+    whole = model if outer is None or outer is inner else outer.f_locals.get("self")
+    if whole is None and module is not None:
+        whole = module.f_locals.get("self")
     use_cache = told.get("use_cache")
     # Falcon takes positions, and with ALiBi has no use for them.
     has_positions = told.get("alibi") is None
@@ -127,6 +136,7 @@ def current() -> ModelCall:
         _place(thread, inner),
         _place(thread, root),
         weakref.ref(model) if isinstance(model, PreTrainedModel) else None,
+        weakref.ref(whole) if isinstance(whole, torch.nn.Module) else None,
         use_cache if isinstance(use_cache, bool) else None,
         _tensor_in(told, "position_ids") if has_positions else None,
         _tensor_in(told, "attention_mask"),
@@ -139,20 +149,6 @@ def current() -> ModelCall:
 def is_generation(depth: int = 1) -> bool:
     """Whether the function that is `depth` frames up from the caller belongs to the host's generation."""
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
-
-
-def updating_module(layer_idx: int) -> torch.nn.Module | None:
-    """The attention module that brings K and V of a layer; None if they come from elsewhere."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_TO_THE_MODULE):
-        frame = None if frame is None else frame.f_back
-        if frame is None:
-            break
-        # Looking at the variables of a function keeps them alive as long as it runs, so not at just any.
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(owner, torch.nn.Module):
-            return owner if getattr(owner, "layer_idx", None) == layer_idx else None
-    return None
 
 
 def prompt_of(depth: int = 1) -> tuple[torch.Tensor | None, torch.nn.Module | None]:
@@ -193,13 +189,14 @@ def _tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _belongs_to_model(frame: FrameType) -> bool:
+def _self_kind(frame: FrameType) -> type[torch.nn.Module] | None:
+    """Whether a function is a method of a model of the host, of another module, or of none."""
     code = frame.f_code
-    known = _is_model_forward.get(code)
-    if known is None:
+    if code not in _self_kinds:
         owner: Any = frame.f_locals.get("self")
-        known = _is_model_forward[code] = isinstance(owner, PreTrainedModel)
-    return known
+        kinds = (kind for kind in (PreTrainedModel, torch.nn.Module) if isinstance(owner, kind))
+        _self_kinds[code] = next(kinds, None)
+    return _self_kinds[code]
 
 
 def _is_written_by_people(frame: FrameType) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,28 +21,6 @@ from .precision import Precision
 from .spec import LayerSpec
 from .store import Section
 from .tables import DeviceTables
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The attention module that was seen to use a layer's K and V.
-
-    Attributes:
-        module: The module, if it still lives.
-        fingerprint: What tells its weights from others.
-    """
-
-    module: Callable[[], torch.nn.Module | None]
-    fingerprint: tuple[Any, ...]
-
-    @classmethod
-    def of_saved(cls, fingerprint: tuple[Any, ...]) -> Owner:
-        """An owner of which no more is known than its weights."""
-        return cls(_nobody, fingerprint)
-
-
-def _nobody() -> None:
-    return None
 
 
 class LayerGroup:
@@ -70,7 +48,6 @@ class LayerGroup:
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantised layers are in the model's dtype; None if none ever is.
         pools: The tensors, made when the first layer that needs them is written.
-        owners: Layer index -> whose weights computed that layer's K and V.
     """
 
     HAS_FIXED_ROWS = False
@@ -100,7 +77,6 @@ class LayerGroup:
         self._guard = guard
         self._unguarded = {i for i in specs if guard is not None and guard.concerns(self.formats[i])}
         self.pools: list[KVPool] = []
-        self.owners: dict[int, Owner] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables = DeviceTables(row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
@@ -174,7 +150,6 @@ class LayerGroup:
     def reset(self) -> None:
         """Forget the rows and give their blocks back."""
         self.manager.reset()
-        self.owners.clear()
         self._tables.tokens = 0
         if self.dense is not None:
             self.dense.reset()
@@ -340,7 +315,7 @@ class LayerGroup:
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         twin.section, twin.manager, twin.dense = section, manager, dense
-        twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
+        twin.formats, twin._unguarded = dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
         slots = self._used_slots()

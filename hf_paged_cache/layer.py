@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from . import calls, compiled, traced
+from . import compiled, traced
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .lazy import dense
 from .masks import PagedLength, StaticLength
-from .ownership import check_owner
 from .state import CacheState
 from .static import StaticGroup
 from .view import PagedView, StoredKV
@@ -112,11 +111,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             key_states,
             value_states,
         )
-        if is_first:
-            # Attention of this package looks too, but a model may have attention code of its own.
-            module = calls.updating_module(self.layer_idx)
-            if module is not None:
-                check_owner(module, stored)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return stored.dense()  # below a view the gradient of these tokens would be lost
         return stored.views()
@@ -283,6 +277,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             or stored.end != tokens
             or not stored.is_current
         ):
+            self._state.check_reader(self.layer_idx)
             start = self._first_visible(tokens)
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
@@ -315,7 +310,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             value_states,
             remember=self._state.is_attended(),
             is_vetted=self.layer_idx in group.vetted,
-            owner=group.owners.get(self.layer_idx),
+            reader=group.readers.get(self.layer_idx),
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is

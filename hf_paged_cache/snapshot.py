@@ -7,6 +7,7 @@ comes back bit for bit. Rows that share a block share it still.
 version, settings        what must agree with the cache that loads it
 batch, tokens            rows, and tokens per row
 input_ids                [rows, known tokens]
+owner                    facts about the weights that computed it
 padding                  what is remembered of rows that begin with padding
 groups                   one per window: tables, the ids of dense blocks, and per layer its blocks
 hosts                    attributes of the layers (and parts) of the host's own classes
@@ -23,12 +24,13 @@ import torch
 from .blocks import NULL_BLOCK
 from .errors import PagedCacheError, PoolExhausted
 from .formats import KVFormat, with_keys_in_int8
-from .group import LayerGroup, Owner
+from .group import LayerGroup
 from .groups import LayerGroups
+from .ownership import SavedWeights
 from .padding import Padding
 from .state import CacheState
 
-VERSION = 1
+VERSION = 2
 
 
 def take(state: CacheState, hosts: Sequence[Any]) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def take(state: CacheState, hosts: Sequence[Any]) -> dict[str, Any]:
         "length": state.step_end,
         "record_past": state.record_past,
         "input_ids": state.history.ids,
+        "owner": None if state.owner is None else state.owner.saved(),
         "padding": state.padding.state_dict(),
         "groups": [_take_group(group) for group in state.groups] if state.batch else [],
         "hosts": [_plain(vars(host)) for host in hosts],
@@ -75,10 +78,11 @@ def check(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -> 
             f"state_dict does not fit this cache: {name} is {theirs} there and {mine} here. Load it into a "
             "PagedCache made for the same model with the same settings"
         )
-    rows = {"batch", "tokens", "length", "record_past", "input_ids", "padding"}
+    rows = {"batch", "tokens", "length", "record_past", "input_ids", "owner", "padding"}
     needed = rows | {"groups", "layer_dtypes", "hosts"}
     if missing := needed - set(saved):
         raise PagedCacheError(f"state_dict lacks {', '.join(sorted(missing))}: it was cut or changed")
+    SavedWeights.of(saved["owner"])
 
 
 def restore(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -> None:
@@ -95,6 +99,7 @@ def restore(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -
             _restore_group(state.layer_groups, group, part, saved)
     padding = Padding.from_state_dict(saved["padding"])
     state.restore(saved["batch"], saved["tokens"], saved["length"], padding)
+    state.owner = SavedWeights.of(saved["owner"])
     if saved["input_ids"].shape[1]:
         state.history.commit(saved["input_ids"], saved["input_ids"].shape[1])
 
@@ -145,7 +150,6 @@ def _restore_group(
             block_size=group.block_size,
         )
     group.manager.first_held = part["first_held"]
-    group.owners = {index: Owner.of_saved(fingerprint) for index, fingerprint in part["owners"].items()}
     slots = group.adopt_dense(part["dense_columns"], [ids[n] for n in part["dense_ids"]])
     group.set_guarded(set(part["layers"]) - set(part["unguarded"]))
     for layer_idx, tensors in part["layers"].items():
@@ -190,7 +194,6 @@ def _take_group(group: LayerGroup) -> dict[str, Any]:
         "tables": [[new_ids[block_id] for block_id in table.ids] for table in group.manager.tables],
         "padding": [table.num_padding for table in group.manager.tables],
         "first_held": group.manager.first_held,
-        "owners": {index: owner.fingerprint for index, owner in group.owners.items()},
         "dense_ids": [new_ids[block_id] for block_id in slots],
         "dense_columns": [] if dense is None else list(dense.columns),
         "unguarded": [index for index in group.claimed if group.is_unguarded(index)],

@@ -34,6 +34,7 @@ from .group import LayerGroup
 from .groups import LayerGroups
 from .history import TokenHistory
 from .kernels.problem import LayerBlocks
+from .ownership import Owner, check_prompt, owner_after
 from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .spec import LayerSpec
 from .twins import Twins
@@ -67,6 +68,7 @@ class CacheState:
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
         padding: What is remembered of rows that begin with padding.
+        owner: Whose weights computed what is stored; None if that is not known.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
     """
 
@@ -91,6 +93,7 @@ class CacheState:
         self.has_open_step = False
         self.padding = NO_PADDING
         self.equal_rows = 0
+        self.owner: Owner | None = None
         self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
@@ -157,10 +160,10 @@ class CacheState:
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and call is not None:
             self.check_reading(call, is_warm=start > 0)
-        if call is not None and call.root != self._root:
+        if call is not None and self._is_new(call):
             if start and call.is_generating and self.is_encoder_decoder and not self._is_cross:
                 self.history.check_restart(call.input_ids)
-            self._root = call.root
+            self._enter(call, start)
         with self._groups.store.lock:
             keep_history = self.record_past or is_read_only
             self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
@@ -172,6 +175,33 @@ class CacheState:
         if call is None or not call.is_generating:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
+
+    def check_reader(self, layer_idx: int) -> None:
+        """Look whose weights read, where no update comes before: cross-attention reads what it once wrote.
+
+        Raises:
+            CacheMismatchError: Other weights computed it.
+        """
+        if self._is_cross and layer_idx == next(iter(self.tokens)) and not torch.compiler.is_compiling():
+            call = calls.current()
+            if self._is_new(call):
+                self._enter(call, self.step_end)
+
+    def check_prompt_of(self, model: torch.nn.Module | None) -> None:
+        """Raise CacheMismatchError if a model is about to go on with what other weights computed."""
+        check_prompt(self.owner, model, self.step_end)
+
+    def _is_new(self, call: ModelCall) -> bool:
+        """Whether another call of the host has come than the last one; models of others do not tell."""
+        return call.root.frame is None or call.root != self._root
+
+    def _enter(self, call: ModelCall, tokens: int) -> None:
+        try:
+            self.owner = owner_after(self.owner, call, tokens)
+        except CacheMismatchError:
+            self.take_back_outside()
+            raise
+        self._root = call.root
 
     @staticmethod
     def check_reading(call: ModelCall, *, is_warm: bool) -> None:
@@ -399,6 +429,7 @@ class CacheState:
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
         self.is_lost = False
+        self.owner = None
         self._last_written = None
         self.padding, self._noted = NO_PADDING, None
         self._rows_before = None

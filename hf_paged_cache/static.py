@@ -8,6 +8,7 @@ rules.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -39,6 +40,7 @@ class StaticGroup(LayerGroup):
 
     Attributes:
         static_blocks: Layer index -> what a compiled step reads and writes.
+        readers: Layer index -> the attention module that has read it last, if it still lives.
         vetted: Layers where the kernel was seen to compute what the model's eager function does.
     """
 
@@ -55,6 +57,7 @@ class StaticGroup(LayerGroup):
     ) -> None:
         super().__init__(window, specs, section, block_size=block_size, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
+        self.readers: dict[int, weakref.ref[torch.nn.Module]] = {}
         self.vetted: set[int] = set()
         reason = gpu.unavailable_reason()
         if reason is not None:
@@ -67,7 +70,7 @@ class StaticGroup(LayerGroup):
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, StaticGroup), "a copy has the class of its original"
         twin.static_blocks = {}
-        twin.vetted = set(self.vetted)
+        twin.readers, twin.vetted = dict(self.readers), set(self.vetted)
         twin._rebuild()
         return twin
 
