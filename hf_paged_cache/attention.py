@@ -25,7 +25,7 @@ from .kernels.prefill import MAX_DECODE_TOKENS, attend_with_history
 from .kernels.problem import Attention
 from .lazy import dense
 from .masks import LazyMask
-from .static import StaticGroup
+from .static import Reader, StaticGroup
 from .view import PagedView, StoredKV
 
 logger = logging.getLogger("hf_paged_cache")
@@ -228,7 +228,7 @@ def _attend(
 ) -> torch.Tensor | None:
     """Attention over blocks `[batch, q_tokens, q_heads, v_head_dim]`; None if the host has to do it."""
     if isinstance(stored.group, StaticGroup) and getattr(module, "layer_idx", None) == stored.layer_idx:
-        stored.group.readers[stored.layer_idx] = weakref.ref(module)
+        stored.group.readers[stored.layer_idx] = Reader(weakref.ref(module))
     if not stored.has_history:
         # The host's function on the tensors of this forward: to the bit what it computes without us.
         return None

@@ -113,7 +113,7 @@ def current() -> ModelCall:
         if name == "forward" and (kind := _self_kind(frame)) is not None:
             if kind is PreTrainedModel:
                 inner, outer, root = inner or frame, frame, frame
-            else:
+            elif not is_in_graph:  # where modules are the compiler's
                 module = frame
         elif name == "generate" and _module_of(frame).startswith(_GENERATION):
             root, is_generating = frame, True

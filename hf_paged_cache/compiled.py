@@ -7,7 +7,6 @@ reads the blocks, and leaves the dense tensors unused, so that the compiler drop
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ import torch
 
 from .errors import CacheMismatchError
 from .kernels.problem import StaticBlocks
+from .static import Reader
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class _Updated:
     blocks: StaticBlocks
     window: int | None
     is_vetted: bool
-    reader: weakref.ref[torch.nn.Module] | None
+    reader: Reader | None
 
 
 _last: list[_Updated] = []
@@ -40,7 +40,7 @@ def update(
     *,
     remember: bool,
     is_vetted: bool,
-    reader: weakref.ref[torch.nn.Module] | None,
+    reader: Reader | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V; return all slots of all rows.
 
@@ -117,7 +117,7 @@ def attend(
     _last.clear()
     if updated.keys is not key or updated.values is not value:
         return None
-    if updated.reader is not None and updated.reader() is not module:
+    if updated.reader is not None and updated.reader.module() is not module:
         refuse(
             "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
             "model itself once, which looks at its weights"

@@ -2,7 +2,8 @@
 
 K and V of a token depend on all that ran before them: embeddings, every earlier layer, adapters. So they
 belong to a whole model, and what is remembered of it are facts, no values: which tensor objects it has, where
-their memory lies, and how many writes torch has counted in each. Parameters count, and buffers that a
+their memory lies, how many writes torch has counted in each, and how many steps of optimizers, of which the
+fused ones do not count as writes. Parameters count, and buffers that a
 checkpoint holds; a buffer that is made anew from the config (as those of rotary embeddings) does not, nor
 does a single integer, which counts something. Of adapters it is which are active, disabled, or merged, and
 with what scale, under the names that `peft` has for it.
@@ -19,13 +20,16 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .calls import ModelCall
 from .errors import CacheMismatchError, PagedCacheError
@@ -50,6 +54,7 @@ class _Weight:
         tensor: The tensor, if it still lives; None if others put it there for the time of a forward.
         address: Of its memory; 0 if it has none of its own.
         version: Writes that torch has counted; None for an inference tensor.
+        steps: Of optimizers, since models are looked at.
     """
 
     name: str
@@ -58,14 +63,15 @@ class _Weight:
     tensor: weakref.ref[torch.Tensor] | None
     address: int
     version: int | None
+    steps: int
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, *, is_moved: bool) -> _Weight:
         shape, dtype = tuple(tensor.shape), tensor.dtype
         if is_moved or tensor.is_meta:
-            return cls(name, shape, dtype, None, 0, None)
+            return cls(name, shape, dtype, None, 0, None, 0)
         version = None if tensor.is_inference() else tensor._version
-        return cls(name, shape, dtype, weakref.ref(tensor), _address_of(tensor), version)
+        return cls(name, shape, dtype, weakref.ref(tensor), _address_of(tensor), version, _steps[id(tensor)])
 
     def difference(self, now: _Weight) -> str | None:
         """How a tensor in the same place differs; None if nothing tells it from this one."""
@@ -75,7 +81,7 @@ class _Weight:
             return None
         if self.tensor() is not now.tensor():
             return f"`{now.name}` is another tensor"
-        if self.version != now.version:
+        if (self.version, self.steps) != (now.version, now.steps):
             return f"`{now.name}` was written to"
         return None if self.address == now.address else f"`{now.name}` has its data elsewhere"
 
@@ -245,6 +251,22 @@ def weights_of(model: torch.nn.Module) -> Weights:
     return weights
 
 
+_ALL = 0
+_steps: Counter[int] = Counter()
+"""Identity of a parameter -> steps that optimizers have taken with it; under `_ALL` the steps of all."""
+
+
+@cache
+def _listen() -> None:
+    """Count the steps of optimizers from now on."""
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    _steps.update([_ALL, *(id(weight) for weight in weights if weight.grad is not None)])
+
+
 class _Watch:
     """Tells at little cost whether the weights of a model are still what they were.
 
@@ -257,6 +279,7 @@ class _Watch:
     """
 
     def __init__(self, model: torch.nn.Module, before: Weights | None) -> None:
+        _listen()
         self.model = weakref.ref(model)
         survey = _Survey()
         survey.visit(model, "", is_moved=False)
@@ -266,6 +289,7 @@ class _Watch:
         self.weights = Weights(self.model, modules, tuple(survey.weights), tuple(self._adapters))
         if before is not None and before.modules == modules and before.difference(self.weights) is None:
             self.weights = before  # caches hold it already
+        self._all_steps = _steps[_ALL]
         self._gone: list[object] = []
         self._modules = [weakref.ref(module, self._gone.append) for module in survey.modules]
         self._dicts = [each.values() for module in survey.modules for each in _dicts_of(module)]
@@ -281,6 +305,7 @@ class _Watch:
         try:
             return (
                 not self._gone
+                and self._all_steps == _steps[_ALL]
                 and list(map(id, chain.from_iterable(self._dicts))) == self._members
                 and list(map(_version, _alive(self._counted))) == self._versions
                 and list(map(_address, _alive(self._placed))) == self._addresses

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,13 @@ _COPY_BYTES = 64 << 20
 """About as much is copied aside at one time when rows change places."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The attention module that has read a layer's K and V; a compiler takes a bare reference for it."""
+
+    module: weakref.ref[torch.nn.Module]
+
+
 class StaticGroup(LayerGroup):
     """A layer group whose rows have `row_blocks` blocks each, whatever they hold.
 
@@ -40,7 +48,7 @@ class StaticGroup(LayerGroup):
 
     Attributes:
         static_blocks: Layer index -> what a compiled step reads and writes.
-        readers: Layer index -> the attention module that has read it last, if it still lives.
+        readers: Layer index -> what has read it last.
         vetted: Layers where the kernel was seen to compute what the model's eager function does.
     """
 
@@ -57,7 +65,7 @@ class StaticGroup(LayerGroup):
     ) -> None:
         super().__init__(window, specs, section, block_size=block_size, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
-        self.readers: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self.readers: dict[int, Reader] = {}
         self.vetted: set[int] = set()
         reason = gpu.unavailable_reason()
         if reason is not None:
