@@ -1,19 +1,22 @@
-"""K and V are used by the weights that computed them, by those of the whole model, and by no others."""
+"""K and V are read by the weights that computed them, those of the whole model, and by no others."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, cpu_offload_with_hook
 from torch import nn
 
-from hf_paged_cache import CacheMismatchError
-from tests.models import by_name, cache_kwarg
+from hf_paged_cache import CacheMismatchError, PagedCache, PagedCacheError, ownership
+from tests.models import ModelCase, by_name, cache_kwarg, paged_cache
 from tests.quantised import cache_of, feed, ids
 
 FORMATS = ("auto", "int8")
@@ -40,12 +43,15 @@ class Adapted(nn.Module):
             out = out + self.scaling[name] * self.lora_B[name](self.lora_A[name](x))
         return out
 
-    def merge(self, sign: int = 1) -> None:
+    def merge(self) -> None:
+        self.before = self.base_layer.weight.data.clone()
         for name in self.active_adapters:
-            self.base_layer.weight.data += (
-                sign * self.lora_B[name].weight.data @ self.lora_A[name].weight.data
-            )
-        self.merged_adapters = list(self.active_adapters) if sign > 0 else []
+            self.base_layer.weight.data += self.lora_B[name].weight.data @ self.lora_A[name].weight.data
+        self.merged_adapters = list(self.active_adapters)
+
+    def unmerge(self) -> None:
+        self.base_layer.weight.data.copy_(self.before)
+        self.merged_adapters = []
 
 
 class InBuffers(nn.Module):
@@ -59,65 +65,80 @@ class InBuffers(nn.Module):
         self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls = self.calls + 1
         return x @ (self.qweight * self.scales).T
 
 
 class Opaque(torch.Tensor):
-    """A weight of some library: it can be multiplied by and copied into, and nothing else."""
+    """A weight of some library: it can be multiplied by and written to, and nothing else."""
 
     inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Opaque:
-        out: Opaque = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        out.inner = inner
-        return out
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name not in ("t", "mm", "detach", "mul_", "copy_", "_to_copy", "clone"):
+        if name not in ("t", "mm", "detach", "mul_"):
             raise NotImplementedError(f"Opaque: unimplemented {name}")
-        plain = [each.inner if isinstance(each, Opaque) else each for each in args]
-        result = func(*plain, **(kwargs or {}))
-        if name.endswith("_"):
-            return args[0]
-        return result if name == "mm" else Opaque(result)
+        result = func(*[each.inner if isinstance(each, Opaque) else each for each in args], **(kwargs or {}))
+        return args[0] if name == "mul_" else result if name == "mm" else Opaque(result)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
+class Wrapped(nn.Module):
+    """As what a compiler puts around a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
 
 
 def llama() -> Any:
     return by_name("llama").build()
 
 
+def noisy() -> Any:
+    return by_name("llama").build(noise=0.5)
+
+
 def adapted() -> Any:
     model = llama()
     for layer in model.model.layers:
+        torch.manual_seed(0)
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
     return model.eval()
 
 
 def in_buffers() -> Any:
     model = llama()
-    model.model.layers[1].mlp.up_proj = InBuffers(model.model.layers[1].mlp.up_proj)
+    mlp(model).up_proj = InBuffers(mlp(model).up_proj)
     return model.eval()
 
 
 def opaque() -> Any:
     model = llama()
     for layer in model.model.layers:
-        proj = layer.self_attn.k_proj
-        proj.weight = nn.Parameter(Opaque(proj.weight.detach()), requires_grad=False)
+        weight = Opaque(layer.self_attn.k_proj.weight.detach())
+        layer.self_attn.k_proj.weight = nn.Parameter(weight, requires_grad=False)
     return model
 
 
 def dynamic_rope() -> Any:
-    case = by_name("llama")
+    case: ModelCase = by_name("llama")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    return type(case)(
-        **vars(case) | {"options": case.options | {"rope_parameters": rope, "max_position_embeddings": 16}}
+    return replace(
+        case, options=case.options | {"rope_parameters": rope, "max_position_embeddings": 16}
     ).build()
 
 
@@ -125,112 +146,113 @@ def mlp(model: Any) -> Any:
     return model.model.layers[1].mlp
 
 
+def key_weight(model: Any) -> Any:
+    return model.model.layers[1].self_attn.k_proj.weight
+
+
 def adapters(model: Any) -> list[Adapted]:
     return [module for module in model.modules() if isinstance(module, Adapted)]
 
 
-def train(model: Any, **options: Any) -> None:
-    with torch.enable_grad():
-        model(ids(8), labels=ids(8), use_cache=False).loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=0.1, **options).step()
+@torch.enable_grad()
+def gradients(model: Any) -> None:
+    model(ids(8), labels=ids(8), use_cache=False).loss.backward()
 
 
-def set_adapters(name: str, value: Any) -> Callable[[Any], None]:
-    return lambda model: [setattr(each, name, value) for each in adapters(model)] and None
+def train(**options: Any) -> Callable[[Any], None]:
+    def step(model: Any) -> None:
+        gradients(model)
+        torch.optim.AdamW(model.parameters(), lr=0.1, **options).step()
+
+    return step
 
 
-def replace(holder: Callable[[Any], Any], name: str) -> Callable[[Any], None]:
-    return lambda model: setattr(holder(model), name, copy.deepcopy(getattr(holder(model), name)))
+def with_adapters(name: str, value: Any) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        for each in adapters(model):
+            setattr(each, name, value)
+
+    return apply
+
+
+def off_and_on(model: Any) -> None:
+    for value in (True, False):
+        with_adapters("disable_adapters", value)(model)
+        model(ids(4), use_cache=False)
+
+
+def merge_and_unmerge(model: Any) -> None:
+    for each in adapters(model):
+        each.merge()
+    model(ids(4), use_cache=False)
+    for each in adapters(model):
+        each.unmerge()
+
+
+def drop_idle(model: Any) -> None:
+    for each in adapters(model):
+        for part in (each.lora_A, each.lora_B, each.scaling):
+            part.pop("b")
+
+
+def a_new(name: str, of: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda model: setattr(of(model), name, copy.deepcopy(getattr(of(model), name)))
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "an optimizer's step": (llama, train),
-    "a fused optimizer's step": (llama, lambda m: train(m, fused=True)),
-    "one that goes parameter by parameter": (llama, lambda m: train(m, foreach=False)),
+    "an optimizer's step": (llama, train()),
+    "one of a fused optimizer": (llama, train(fused=True)),
+    "one that goes tensor by tensor": (llama, train(foreach=False)),
     "a write into an MLP": (llama, lambda m: mlp(m).up_proj.weight.add_(0.1)),
     "a write into a norm": (llama, lambda m: m.model.norm.weight.mul_(1.1)),
     "other data": (llama, lambda m: setattr(mlp(m).up_proj.weight, "data", mlp(m).up_proj.weight * 2)),
-    "another checkpoint": (llama, lambda m: m.load_state_dict(by_name("llama").build(noise=0.5).state_dict())),
-    "the tensors of another": (
-        llama, lambda m: m.load_state_dict(by_name("llama").build(noise=0.5).state_dict(), assign=True)
-    ),
-    "another MLP": (llama, replace(lambda m: m.model.layers[1], "mlp")),
-    "no MLP": (llama, lambda m: setattr(m.model.layers[1], "mlp", nn.Identity())),
+    "another checkpoint": (llama, lambda m: m.load_state_dict(noisy().state_dict())),
+    "the tensors of another": (llama, lambda m: m.load_state_dict(noisy().state_dict(), assign=True)),
+    "another MLP": (llama, a_new("mlp", lambda m: m.model.layers[1])),
+    "no MLP": (llama, lambda m: setattr(mlp(m), "down_proj", nn.Linear(96, 64))),
     "other embeddings": (llama, lambda m: m.set_input_embeddings(nn.Embedding(97, 64))),
-    "another order of layers": (llama, lambda m: m.model.layers.insert(0, m.model.layers.pop(2))),
-    "more tokens in the vocabulary": (llama, lambda m: m.resize_token_embeddings(101)),
+    "more embeddings": (llama, lambda m: m.resize_token_embeddings(101)),
     "an adapter": (llama, lambda m: setattr(mlp(m), "up_proj", Adapted(mlp(m).up_proj))),
-    "a switch of adapters": (adapted, set_adapters("active_adapters", ["b"])),
-    "a second active adapter": (adapted, set_adapters("active_adapters", ["a", "b"])),
-    "adapters off": (adapted, set_adapters("disable_adapters", True)),
+    "another active adapter": (adapted, with_adapters("active_adapters", ["b"])),
+    "a second active adapter": (adapted, with_adapters("active_adapters", ["a", "b"])),
+    "adapters off": (adapted, with_adapters("disable_adapters", True)),
     "a merge": (adapted, lambda m: [each.merge() for each in adapters(m)]),
     "a scale": (adapted, lambda m: adapters(m)[0].scaling.update(a=0.5)),
-    "a step of the active adapter": (adapted, lambda m: adapters(m)[0].lora_A["a"].weight.mul_(2)),
+    "a write into an active adapter": (adapted, lambda m: adapters(m)[0].lora_A["a"].weight.mul_(2)),
     "a write into a buffer": (in_buffers, lambda m: mlp(m).up_proj.qweight.add_(1)),
-    "another buffer": (in_buffers, replace(lambda m: mlp(m).up_proj, "scales")),
-    "a write into an opaque weight": (opaque, lambda m: m.model.layers[1].self_attn.k_proj.weight.mul_(2.0)),
-    "a write into its inside": (opaque, lambda m: m.model.layers[1].self_attn.k_proj.weight.inner.mul_(2.0)),
-}  # fmt: skip
+    "another buffer": (in_buffers, a_new("scales", lambda m: mlp(m).up_proj)),
+    "a write into an opaque weight": (opaque, lambda m: key_weight(m).mul_(2.0)),
+    "a write into what it is made of": (opaque, lambda m: key_weight(m).inner.mul_(2.0)),
+}
 """What makes old K and V wrong: how the model is made, and what is done to it."""
 
 SAME: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "nothing": (llama, lambda m: None),
     "moves to where it is": (llama, lambda m: m.to("cpu").to(torch.float32).float()),
     "modes": (llama, lambda m: m.train().eval().requires_grad_(False)),
-    "gradients": (llama, lambda m: m(ids(4), labels=ids(4), use_cache=False).loss),
+    "gradients": (llama, gradients),
     "tying": (llama, lambda m: m.tie_weights()),
     "a copy": (llama, copy.deepcopy),
     "a pickle": (llama, pickle.dumps),
-    "wrappers": (llama, lambda m: m.model.layers.__setitem__(1, Wrapped(m.model.layers[1]))),
+    "a wrapper": (llama, lambda m: setattr(m.model.layers[1], "mlp", Wrapped(mlp(m)))),
     "offloading": (llama, lambda m: cpu_offload(m, torch.device("cpu"))),
-    "a buffer that is made anew": (dynamic_rope, lambda m: m(ids(60), use_cache=False)),
+    "offloading as a whole": (llama, lambda m: cpu_offload_with_hook(m, torch.device("cpu"))[1].offload()),
+    "a buffer that is made anew": (dynamic_rope, lambda m: None),
     "counting": (in_buffers, lambda m: m(ids(4), use_cache=False)),
-    "an idle adapter's step": (adapted, lambda m: adapters(m)[0].lora_A["b"].weight.mul_(2)),
-    "an idle adapter's end": (
-        adapted,
-        lambda m: [
-            part.pop("b") for each in adapters(m) for part in (each.lora_A, each.lora_B, each.scaling)
-        ],
-    ),
-    "adapters off and on": (
-        adapted,
-        lambda m: [
-            set_adapters("disable_adapters", value)(m) or m(ids(4), use_cache=False)
-            for value in (True, False)
-        ],
-    ),
-    "a merge that is undone": (
-        adapted,
-        lambda m: [each.merge(sign) for sign in (1, -1) for each in adapters(m)],
-    ),
+    "a write into an idle adapter": (adapted, lambda m: adapters(m)[0].lora_A["b"].weight.mul_(2)),
+    "an idle adapter's end": (adapted, drop_idle),
+    "adapters off and on": (adapted, off_and_on),
+    "a merge that is undone": (adapted, merge_and_unmerge),
     "opaque weights": (opaque, lambda m: None),
 }
 """What leaves them right."""
 
 
-class Wrapped(nn.Module):
-    """As what a compiler puts around a layer."""
-
-    def __init__(self, wrapped: nn.Module) -> None:
-        super().__init__()
-        self.wrapped = wrapped
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.wrapped(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("wrapped"), name)
-
-
-def go_on(model: Any, cache: Any, tokens: torch.Tensor, how: str) -> torch.Tensor:
-    """Feed tokens after what is cached. Logits, or the tokens that come next."""
+def go_on(model: Any, cache: PagedCache, tokens: torch.Tensor, how: str) -> torch.Tensor:
+    """Feed tokens after what is cached. Returns logits, or the tokens that come next."""
     if how == "forward":
         return feed(model, cache, tokens)
-    held = cache.input_ids
-    text = torch.cat((held, tokens), dim=1)
+    text = torch.cat((cache.input_ids, tokens), dim=1)
     out: torch.Tensor = model.generate(text, max_new_tokens=4, do_sample=False, **{cache_kwarg(): cache})
     return out[:, text.shape[1] :]
 
@@ -261,11 +283,178 @@ def test_other_weights_are_refused_and_the_cache_stays_as_it_was(change: str, ho
 @pytest.mark.parametrize("what", SAME)
 def test_the_same_weights_go_on(what: str, how: str, name: str) -> None:
     make, apply = SAME[what]
-    model, other = make(), make()
-    other.load_state_dict(model.state_dict())
-    cache, undisturbed = cache_of(model, name), cache_of(other, name)
-    assert torch.equal(feed(model, cache, ids(20)), feed(other, undisturbed, ids(20)))
-    apply(model)
+    model, undisturbed = make(), make()
+    cache, want = (cache_of(each, name, max_tokens=256) for each in (model, undisturbed))
+    assert torch.equal(feed(model, cache, ids(20)), feed(undisturbed, want, ids(20)))
+    with torch.no_grad():
+        apply(model)
     for seed in (1, 2):
-        got, want = (go_on(m, c, ids(3, seed=seed), how) for m, c in ((model, cache), (other, undisturbed)))
-        torch.testing.assert_close(got, want)
+        tokens = ids(3, seed=seed)
+        assert torch.equal(go_on(model, cache, tokens, how), go_on(undisturbed, want, tokens, how))
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt-oss", "bart"])
+def test_weights_that_are_brought_for_every_forward_are_the_same(case: str) -> None:
+    """Offloading puts a new parameter into a module whenever that runs; one of gpt-oss is in attention."""
+    model, undisturbed = by_name(case).build(), by_name(case).build()
+    cache, want = paged_cache(model), paged_cache(undisturbed)
+    cpu_offload(model, torch.device("cpu"))
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    for seed in range(3):
+        told = {"input_ids": ids(5)} | {name: ids(6, seed=seed)}
+        with torch.no_grad():
+            got = model(**told, **{cache_kwarg(): cache}).logits
+            expected = undisturbed(**told, **{cache_kwarg(): want}).logits
+        assert torch.equal(got, expected)
+
+
+def test_a_decoder_alone_and_in_its_model_share_a_cache() -> None:
+    model, want = llama(), llama()
+    for first, second in ((model, model.model), (model.model, model)):
+        cache, other = cache_of(model, "auto"), cache_of(want, "auto")
+        for part, seed in ((first, 0), (second, 1), (first, 2)):
+            part(ids(5, seed=seed), **{cache_kwarg(): cache})
+            feed(want, other, ids(5, seed=seed))
+        assert torch.equal(feed(model, cache, ids(2)), feed(want, other, ids(2)))
+        with torch.no_grad():
+            model.model.embed_tokens.weight[0] += 1
+        with pytest.raises(CacheMismatchError, match=r"`.*embed_tokens\.weight` was written to"):
+            second(ids(2), **{cache_kwarg(): cache})
+        model, want = llama(), llama()
+
+
+def test_the_weights_of_an_encoder_count_for_what_cross_attention_reads() -> None:
+    model = by_name("bart").build()
+    cache = paged_cache(model)
+    told = {"input_ids": ids(5), cache_kwarg(): cache}
+    with torch.no_grad():
+        model(**told, decoder_input_ids=ids(3))
+        model(**told, decoder_input_ids=ids(1))
+        model.get_encoder().layers[0].fc1.weight.mul_(1.5)
+        with pytest.raises(CacheMismatchError, match="was written to"):
+            model(**told, decoder_input_ids=ids(1))
+        with pytest.raises(CacheMismatchError, match="was written to"):
+            cache.cross_attention_cache._state.check_prompt_of(model)
+
+
+def test_modules_that_are_no_model_of_the_host_are_known_too() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(64, 32, bias=False)
+
+        def forward(self, x: torch.Tensor, cache: PagedCache, layer: int) -> torch.Tensor:
+            states = self.proj(x).view(1, -1, 2, 16).transpose(1, 2)
+            return cache.update(states, states, layer)[0].sum((1, 2)).repeat(1, 4)[:, None]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layers = nn.Embedding(97, 64), nn.ModuleList(Attention() for _ in range(3))
+
+        def forward(self, tokens: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+            x = self.embed(tokens)
+            for index, layer in enumerate(self.layers):
+                x = x + layer(x, cache, index)
+            return x
+
+    model, cache = Model(), cache_of(llama(), "auto")
+    with torch.no_grad():
+        model(ids(4, 1), cache)
+        model(ids(1, 1), cache)
+        model.embed.weight.mul_(2)
+        with pytest.raises(CacheMismatchError, match=r"`embed\.weight` was written to"):
+            model(ids(1, 1), cache)
+
+
+COPIES: dict[str, Callable[[PagedCache], PagedCache]] = {
+    "fork": lambda cache: cache.fork(),
+    "deepcopy": copy.deepcopy,
+    "from_cache": lambda cache: PagedCache.from_cache(cache, cache._config, block_size=16),
+}
+SAVED: dict[str, Callable[[PagedCache], PagedCache]] = {
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "pickled twice": lambda cache: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(cache)))),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_belongs_to_the_same_weights(copied: Callable[[PagedCache], PagedCache]) -> None:
+    model = llama()
+    cache = cache_of(model, "auto")
+    feed(model, cache, ids(20))
+    twin = copied(cache)
+    assert torch.equal(feed(model, twin, ids(2)), feed(model, cache, ids(2)))
+    twin = copied(cache)
+    with pytest.raises(CacheMismatchError, match="is not the one that did"):
+        feed(copy.deepcopy(model), twin, ids(2))
+    with torch.no_grad():
+        mlp(model).up_proj.weight.add_(0.1)
+    for each in (twin, copied(cache)):
+        with pytest.raises(CacheMismatchError, match=r"`model\.layers\.1\.mlp\.up_proj\.weight` was written"):
+            feed(model, each, ids(2))
+
+
+@pytest.mark.parametrize("make", [llama, in_buffers, adapted, opaque])
+@pytest.mark.parametrize("saved", SAVED.values(), ids=SAVED)
+def test_a_saved_cache_goes_by_names_shapes_and_some_values(
+    saved: Callable[[PagedCache], PagedCache], make: Callable[[], Any]
+) -> None:
+    model, again = make(), make()
+    cache = cache_of(model, "auto")
+    feed(model, cache, ids(20))
+    want = feed(model, cache.fork(), ids(2))
+    assert torch.equal(feed(again, saved(cache), ids(2)), want)
+    again.model(ids(2), **{cache_kwarg(): (loaded := saved(cache))})
+    assert loaded.get_seq_length() == 22
+    with torch.no_grad():
+        mlp(again).down_proj.weight.add_(0.1)
+    for other in (again, again.model):
+        with pytest.raises(CacheMismatchError, match=r"down_proj\.weight` is another tensor"):
+            other(ids(2), **{cache_kwarg(): saved(cache)})
+
+
+def test_a_cache_saved_after_its_model_has_changed_says_nothing_of_the_values() -> None:
+    model = llama()
+    cache = cache_of(model, "auto")
+    feed(model, cache, ids(20))
+    with torch.no_grad():
+        mlp(model).up_proj.weight.add_(0.1)
+    said = cache.state_dict()["owner"]["tensors"]
+    assert said["model.layers.1.mlp.up_proj.weight"] == [[96, 64], "torch.float32", None]
+    assert said["model.layers.0.mlp.up_proj.weight"][2] is not None
+    feed(llama(), pickle.loads(pickle.dumps(cache)), ids(2))
+
+
+@pytest.mark.parametrize(
+    "owner", [3, {}, {"tensors": [], "adapters": ""}, {"tensors": {"a": [1]}, "adapters": ""}]
+)
+def test_a_damaged_owner_is_refused_and_changes_nothing(owner: Any) -> None:
+    model = llama()
+    cache = cache_of(model, "auto")
+    feed(model, cache, ids(20))
+    with pytest.raises(PagedCacheError, match="who computed it"):
+        cache.load_state_dict(cache.state_dict() | {"owner": owner})
+    assert cache.get_seq_length() == 20
+
+
+def test_a_generation_looks_once_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[ownership.Weights] = []
+    look = ownership.weights_of
+    monkeypatch.setattr(ownership, "weights_of", lambda model: looks.append(look(model)) or looks[-1])
+    model = llama()
+    cache = cache_of(model, "auto")
+    feed(model, cache, ids(4))
+    go_on(model, cache, ids(3), "generate")
+    assert len(looks) == 2
+    assert looks[0] is looks[1]
+    looks.clear()
+    replaced = weakref.ref(mlp(model).up_proj.weight)
+    mlp(model).up_proj.weight = nn.Parameter(torch.zeros(96, 64))
+    assert replaced() is None
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(CacheMismatchError, match="is not the one that did"):
+        feed(llama(), cache, ids(2))
