@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
+import os
 import pickle
+import socket
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
 from torch import nn
+from transformers import DynamicCache
 
 from hf_paged_cache import CacheMismatchError, PagedCache, PagedCacheError, ownership
 from tests.models import ModelCase, by_name, cache_kwarg, paged_cache
-from tests.quantised import cache_of, feed, ids
+from tests.quantised import NAMES, cache_of, feed, ids
+from tests.tensor_parallel import generate
 
 FORMATS = ("auto", "int8")
 
@@ -313,19 +321,20 @@ def test_weights_that_are_brought_for_every_forward_are_the_same(case: str) -> N
         assert_like(got, expected)
 
 
-def test_a_decoder_alone_and_in_its_model_share_a_cache() -> None:
-    model, want = llama(), llama()
-    for first, second in ((model, model.model), (model.model, model)):
-        cache, other = cache_of(model, "auto"), cache_of(want, "auto")
-        for part, seed in ((first, 0), (second, 1), (first, 2)):
-            part(ids(5, seed=seed), **{cache_kwarg(): cache})
-            feed(want, other, ids(5, seed=seed))
-        assert_like(feed(model, cache, ids(2)), feed(want, other, ids(2)))
-        with torch.no_grad():
-            model.model.embed_tokens.weight[0] += 1
-        with pytest.raises(CacheMismatchError, match=r"`.*embed_tokens\.weight` was written to"):
-            second(ids(2), **{cache_kwarg(): cache})
-        model, want = llama(), llama()
+@pytest.mark.parametrize("is_decoder_first", [True, False])
+def test_a_decoder_alone_and_in_its_model_share_a_cache(is_decoder_first: bool) -> None:
+    model, stock = llama(), llama()
+    cache, want = cache_of(model, "auto"), cache_of(stock, "auto")
+    parts = (model.model, model) if is_decoder_first else (model, model.model)
+    with torch.no_grad():
+        for seed in range(3):
+            parts[seed % 2](ids(5, seed=seed), **{cache_kwarg(): cache})
+            feed(stock, want, ids(5, seed=seed))
+        assert_like(feed(model, cache, ids(2)), feed(stock, want, ids(2)))
+        model.model.embed_tokens.weight[0] += 1
+        for part in parts:
+            with pytest.raises(CacheMismatchError, match=r"embed_tokens\.weight` was written to"):
+                part(ids(2), **{cache_kwarg(): cache})
 
 
 def test_the_weights_of_an_encoder_count_for_what_cross_attention_reads() -> None:
@@ -464,3 +473,33 @@ def test_a_generation_looks_once_and_keeps_nothing_alive(monkeypatch: pytest.Mon
     assert gone() is None
     with pytest.raises(CacheMismatchError, match="is not the one that did"):
         feed(llama(), cache, ids(2))
+
+
+@pytest.mark.slow  # two processes that load a model each
+def test_ranks_of_a_tensor_parallel_model_generate_what_one_process_does(tmp_path: Path) -> None:
+    """Their weights are DTensors, and each holds the K and V of its own heads."""
+    model = llama()
+    model.save_pretrained(tmp_path)
+    formats = ("auto", *NAMES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.tensor_parallel", str(tmp_path), *formats]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    want = {name: generate(model, cache_of(model, name)) for name in formats}
+    want["stock"] = generate(model, DynamicCache(config=model.config))
+    assert want["auto"] == want["stock"]
+    for rank in ranks:
+        out, _ = rank.communicate(timeout=600)
+        assert rank.returncode == 0
+        assert out.splitlines()[-1].startswith("DTensor {")
+        assert ast.literal_eval(out.splitlines()[-1].removeprefix("DTensor ")) == want
