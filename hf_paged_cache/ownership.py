@@ -113,12 +113,14 @@ class Weights:
         """What has changed since; None if nothing has."""
         if now is self:
             return None
+        if self.adapters != now.adapters:
+            return "its adapters were switched, scaled or merged"
         for weight, other in zip(self.tensors, now.tensors, strict=False):
             if (found := weight.difference(other)) is not None:
                 return found
         if len(self.tensors) != len(now.tensors):
             return f"it has {len(now.tensors)} tensors, and had {len(self.tensors)}"
-        return None if self.adapters == now.adapters else "its adapters were switched, scaled or merged"
+        return None
 
     def saved(self) -> dict[str, Any]:
         """What can be said to another process, in numbers and strings."""
