@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -32,8 +32,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .calls import ModelCall
-from .errors import CacheMismatchError, PagedCacheError
+from .errors import CacheMismatchError
 from .plain import plain_tensors
+from .saved import SavedWeight, SavedWeights
 
 _WATCH = "_hf_paged_cache_watch"
 _SAMPLES = 16
@@ -85,12 +86,13 @@ class _Weight:
             return f"`{now.name}` was written to"
         return None if self.address == now.address else f"`{now.name}` has its data elsewhere"
 
-    def saved(self) -> list[Any]:
-        """Shape, dtype, and a digest of values, which is None if they are not there, or not plain."""
+    def saved(self) -> SavedWeight:
+        """What can be said to another process; of values only if they are still there, and plain."""
         tensor = None if self.tensor is None else self.tensor()
         if tensor is not None and self.difference(_Weight.of("", tensor, is_moved=False)) is not None:
             tensor = None  # it holds something else by now
-        return [list(self.shape), str(self.dtype), None if tensor is None else _digest(tensor)]
+        digest = None if tensor is None else _digest(tensor)
+        return SavedWeight(list(self.shape), str(self.dtype), digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,60 +124,14 @@ class Weights:
             return f"it has {len(now.tensors)} tensors, and had {len(self.tensors)}"
         return None
 
-    def saved(self) -> dict[str, Any]:
-        """What can be said to another process, in numbers and strings."""
+    def saved(self) -> SavedWeights:
+        """What can be said to another process."""
         with torch._C.DisableTorchFunctionSubclass():
             tensors = {weight.name: weight.saved() for weight in self.tensors}
-        return {"tensors": tensors, "adapters": repr(self.adapters)}
+        return SavedWeights(tensors, repr(self.adapters))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
         """A copy of a cache belongs to the same model."""
-        return self
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedWeights:
-    """The same as far as a file knows it.
-
-    Attributes:
-        tensors: Name -> shape, dtype, and a digest of values or None.
-        adapters: As text.
-    """
-
-    tensors: Mapping[str, list[Any]]
-    adapters: str
-
-    @classmethod
-    def of(cls, saved: Any) -> SavedWeights | None:
-        """What `saved` gave, and None for None. Raises PagedCacheError for anything else."""
-        if saved is None:
-            return None
-        if isinstance(saved, Mapping) and isinstance(saved.get("adapters"), str):
-            tensors = saved.get("tensors")
-            if isinstance(tensors, Mapping) and all(map(_is_saved, tensors.items())):
-                return cls(dict(tensors), saved["adapters"])
-        raise PagedCacheError("state_dict says of no model that can be read who computed it: it was changed")
-
-    def saved(self) -> dict[str, Any]:
-        """The same once more, for a cache that no model has used since it was loaded."""
-        return {"tensors": dict(self.tensors), "adapters": self.adapters}
-
-    def difference(self, now: Weights) -> str | None:
-        """How the weights of a model differ; None if nothing tells them from these."""
-        said = now.saved()
-        fewer, more = sorted((self.tensors, said["tensors"]), key=len)
-        # A decoder calls its tensors as the model around it does, but for a prefix.
-        first = next(iter(fewer), "")
-        prefix = next((name.removesuffix(first) for name in more if f".{name}".endswith(f".{first}")), "")
-        for name, (*form, digest) in fewer.items():
-            *other_form, other_digest = more.get(prefix + name, [None])
-            if form != other_form or (digest != other_digest and None not in (digest, other_digest)):
-                return f"`{name}` is another tensor"
-        if not prefix and len(fewer) != len(more):
-            return f"it has {len(said['tensors'])} tensors, and had {len(self.tensors)}"
-        return None if self.adapters == said["adapters"] else "other adapters were active"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SavedWeights:
         return self
 
 
@@ -220,7 +176,7 @@ def _checked(owner: Owner | None, whole: torch.nn.Module, inner: torch.nn.Module
     if owner is None:
         return now
     if isinstance(owner, SavedWeights):
-        then, found = now, owner.difference(now)
+        then, found = now, _difference(owner, now.saved())
     else:
         # A decoder may run alone or inside a larger model. The model that was seen first is looked at.
         first = owner.model()
@@ -238,6 +194,23 @@ def _checked(owner: Owner | None, whole: torch.nn.Module, inner: torch.nn.Module
             "whole text"
         )
     return then
+
+
+def _difference(held: SavedWeights, now: SavedWeights) -> str | None:
+    """How weights differ from saved ones; None if nothing tells them apart."""
+    fewer, more = sorted((held.tensors, now.tensors), key=len)
+    # A decoder calls its tensors as the model around it does, but for a prefix.
+    first = next(iter(fewer), "")
+    prefix = next((name.removesuffix(first) for name in more if f".{name}".endswith(f".{first}")), "")
+    for name, weight in fewer.items():
+        other = more.get(prefix + name)
+        if other is None or (weight.shape, weight.dtype) != (other.shape, other.dtype):
+            return f"`{name}` is another tensor"
+        if weight.digest != other.digest and None not in (weight.digest, other.digest):
+            return f"`{name}` is another tensor"
+    if not prefix and len(fewer) != len(more):
+        return f"it has {len(now.tensors)} tensors, and had {len(held.tensors)}"
+    return None if held.adapters == now.adapters else "other adapters were active"
 
 
 def weights_of(model: torch.nn.Module) -> Weights:
@@ -456,11 +429,3 @@ def _digest(tensor: torch.Tensor) -> str | None:
         return None
     sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)].contiguous()
     return hashlib.blake2b(sample.view(torch.uint8).cpu().numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _is_saved(item: tuple[Any, Any]) -> bool:
-    name, value = item
-    if not isinstance(name, str) or not isinstance(value, list) or len(value) != 3:
-        return False
-    shape, dtype, digest = value
-    return isinstance(shape, list) and isinstance(dtype, str) and (digest is None or isinstance(digest, str))

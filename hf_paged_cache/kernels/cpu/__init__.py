@@ -7,6 +7,7 @@ torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_thr
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 import threading
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.cpu import build, layout
 from hf_paged_cache.kernels.problem import Attention, LayerBlocks
 from hf_paged_cache.kernels.reference import unstorable
+
+logger = logging.getLogger("hf_paged_cache")
 
 _MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
@@ -33,15 +36,21 @@ _UNSTORABLE_KEYS = 3
 _UNSTORABLE_VALUES = 4
 _PART_OF_A_BLOCK = 5
 
+_ANY_LENGTH = 1 << 62
+
 _load_lock = threading.Lock()
 _loaded: build.Library | str | None = None
 
 
 @dataclass(slots=True, eq=False, frozen=True)
 class _Native:
-    """`LayerBlocks` as the library takes it; holds good until a tensor of it is replaced."""
+    """`LayerBlocks` as the library takes it.
+
+    It keeps alive what `record` points into, and holds good as long as those are the tensors of the blocks.
+    """
 
     record: bytes
+    tensors: tuple[torch.Tensor | None, ...]  # keys, values, table, records, offsets
     shape: tuple[int, int, int]  # batch, head_dim, kv_heads
     v_head_dim: int
     capacity_tokens: int
@@ -59,6 +68,8 @@ def _load() -> build.Library | str:
                 _loaded = str(error)
             else:
                 _declare(library.handle)
+                if library.problems:
+                    logger.warning(" ".join(library.problems))
                 _loaded = library
         return _loaded
 
@@ -102,9 +113,26 @@ def scratch_bytes() -> int:
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None when the kernel can serve these blocks, otherwise a sentence. Compiles nothing."""
-    if type(blocks.native) is _Native:
-        return None
-    return layout.unsupported_reason(blocks)
+    return None if _is_prepared(blocks) else layout.unsupported_reason(blocks)
+
+
+def _is_prepared(blocks: LayerBlocks) -> bool:
+    native = blocks.native
+    if type(native) is not _Native:
+        return False
+    keys, values, table, records, offsets = native.tensors
+    return (
+        keys is blocks.keys
+        and values is blocks.values
+        and table is blocks.table
+        and records is blocks.records
+        and offsets is blocks.offsets
+    )
+
+
+def _native(blocks: LayerBlocks) -> _Native:
+    native: _Native = blocks.native if _is_prepared(blocks) else _prepare(blocks)
+    return native
 
 
 def _prepare(blocks: LayerBlocks) -> _Native:
@@ -112,11 +140,14 @@ def _prepare(blocks: LayerBlocks) -> _Native:
         raise AssertionError(f"the C++ kernel was given blocks that it does not support: {reason}")
     _, kv_heads, block_size, head_dim = blocks.keys.shape
     batch, max_blocks = blocks.table.shape
+    # Rows that begin later reach further; the library looks at the table's width itself.
+    capacity = max_blocks * block_size if blocks.offsets is None else _ANY_LENGTH
     native = _Native(
         layout.pack(blocks),
+        (blocks.keys, blocks.values, blocks.table, blocks.records, blocks.offsets),
         (batch, head_dim, kv_heads),
         blocks.values.shape[3],
-        max_blocks * block_size,
+        capacity,
         blocks.keys.dtype,
     )
     blocks.native = native
@@ -150,9 +181,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
             `formats.LARGEST_VALUE`. Nothing was written.
     """
-    native = blocks.native
-    if type(native) is not _Native:
-        native = _prepare(blocks)
+    native = _native(blocks)
     batch, kv_heads, tokens, head_dim = key_states.shape
     if (
         (batch, head_dim, kv_heads) != native.shape
@@ -203,9 +232,7 @@ def decode(
         float32 `[batch, q_heads, q_tokens]`: natural log, sink included, -inf where there is neither a
         visible token nor a sink.
     """
-    native = blocks.native
-    if type(native) is not _Native:
-        native = _prepare(blocks)
+    native = _native(blocks)
     query = a.query
     batch, q_heads, q_tokens, head_dim = query.shape
     if (
@@ -252,16 +279,16 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
         Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]` in the model's dtype,
         contiguous.
     """
-    native = blocks.native
-    if type(native) is not _Native:
-        native = _prepare(blocks)
+    native = _native(blocks)
     if blocks.records is None or not 0 <= start <= end <= native.capacity_tokens:
         raise AssertionError(
             f"tokens [{start}, {end}) of blocks for {native.capacity_tokens} cannot be gathered from records"
         )
     batch, head_dim, kv_heads = native.shape
-    keys = torch.empty((batch, kv_heads, end - start, head_dim), dtype=native.dtype)
-    values = torch.empty((batch, kv_heads, end - start, native.v_head_dim), dtype=native.dtype)
+    # What stands before a row begins is not visited.
+    new = torch.empty if blocks.offsets is None else torch.zeros
+    keys = new((batch, kv_heads, end - start, head_dim), dtype=native.dtype)
+    values = new((batch, kv_heads, end - start, native.v_head_dim), dtype=native.dtype)
     wanted = _GATHER.pack(keys.data_ptr(), values.data_ptr(), start, end, torch.get_num_threads())
     if status := _handle().paged_gather(native.record, wanted):
         _fail(status)
