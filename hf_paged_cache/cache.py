@@ -27,12 +27,10 @@ from .layer import PagedLayer, refuse_to_move
 from .layer_stack import check_layers, make_layer
 from .lazy import dense
 from .masks import check_length
-from .ownership import check_model, check_prompt_of
 from .rows import as_count, as_rows
 from .state import CacheState
 from .stats import CacheStats, GroupStats, MemoryFootprint
 from .tools import CacheTools
-from .view import PagedView
 
 
 class PagedCache(CacheTools, DeprecatedReads, HostContract):
@@ -223,8 +221,6 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             # A graph that the host made masks in does not show how long they were.
             check_length(call.attention_mask, start, key_states.shape[2], self._config)
         keys, values = self.update(key_states, value_states, layer_idx)
-        if isinstance(keys, PagedView) and call is not None and call.model is not None:
-            check_model(call.model(), keys.stored)
         return _apart(dense(keys), key_states), _apart(dense(values), value_states)
 
     def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
@@ -275,8 +271,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         if ids is not None and ids.shape[1] == tokens:
             state.history.check_prompt(ids)
         if tokens == held and held:
-            for group in state.groups:
-                check_prompt_of(model, group, held)
+            state.check_prompt_of(model)
             try:
                 self.crop(-1)
             except (PagedCacheError, RuntimeError) as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,28 +22,6 @@ from .saved import SavedGroup, SavedLayer
 from .spec import LayerSpec
 from .store import Saved, Section
 from .tables import DeviceTables
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The attention module that was seen to use a layer's K and V.
-
-    Attributes:
-        module: The module, if it still lives.
-        fingerprint: What tells its weights from others.
-    """
-
-    module: Callable[[], torch.nn.Module | None]
-    fingerprint: tuple[Any, ...]
-
-    @classmethod
-    def of_saved(cls, fingerprint: tuple[Any, ...]) -> Owner:
-        """An owner of which no more is known than its weights."""
-        return cls(_nobody, fingerprint)
-
-
-def _nobody() -> None:
-    return None
 
 
 def _put(target: torch.Tensor, contents: torch.Tensor, places: Sequence[int]) -> None:
@@ -76,7 +54,6 @@ class LayerGroup:
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantised layers are in the model's dtype; None if none ever is.
         pools: The tensors, made when the first layer that needs them is written.
-        owners: Layer index -> whose weights computed that layer's K and V.
     """
 
     HAS_FIXED_ROWS = False
@@ -106,7 +83,6 @@ class LayerGroup:
         self._guard = guard
         self._unguarded = {i for i in specs if guard is not None and guard.concerns(self.formats[i])}
         self.pools: list[KVPool] = []
-        self.owners: dict[int, Owner] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables = DeviceTables(row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
@@ -181,7 +157,6 @@ class LayerGroup:
     def reset(self) -> None:
         """Forget the rows and give their blocks back."""
         self.manager.reset()
-        self.owners.clear()
         self._tables.tokens = 0
         if self.dense is not None:
             self.dense.reset()
@@ -310,7 +285,6 @@ class LayerGroup:
             padding_blocks=[table.num_padding for table in tables],
             first_held=self.manager.first_held,
             dense_columns=sorted({columns[block_id] for block_id in slots}),
-            owners={index: owner.fingerprint for index, owner in self.owners.items()},
             unguarded=[index for index in self._layers if index in self._unguarded],
             layers={
                 index: self._export_layer(index, columns, slots, tokens[index]) for index in self._layers
@@ -353,7 +327,6 @@ class LayerGroup:
         ids = self.manager.adopt(saved.tables, length, saved.padding_blocks)
         assert ids is not None, "room was made for all blocks"
         self.manager.first_held = saved.first_held
-        self.owners = {index: Owner.of_saved(fingerprint) for index, fingerprint in saved.owners.items()}
         self._unguarded -= saved.layers.keys() - set(saved.unguarded)
         slots: list[int] = []
         if self.dense is not None:
@@ -398,7 +371,7 @@ class LayerGroup:
         slots = None if dense is None else dense.save()
         attributes = {
             name: copy.copy(getattr(self, name))
-            for name in ("pools", "owners", "formats", "_unguarded", "_layers", "_changed", "is_writing")
+            for name in ("pools", "formats", "_unguarded", "_layers", "_changed", "is_writing")
         }
 
         def restore() -> None:
@@ -449,7 +422,7 @@ class LayerGroup:
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         twin.section, twin.manager, twin.dense = section, manager, dense
-        twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
+        twin.formats, twin._unguarded = dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
         twin._changed = []
