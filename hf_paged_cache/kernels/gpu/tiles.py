@@ -8,6 +8,9 @@ from typing import Literal
 MAX_HEAD_DIM = 256
 """Beyond it a tile of keys or the sums of a tile of queries no longer fit registers and shared memory."""
 
+DECODE_QUERIES = 16
+"""Rows of the smallest tile, which decode steps have: matrix units want at least as many."""
+
 Generation = Literal["ampere", "hopper", "amd"]
 """Kinds of devices that want different tiles: NVIDIA before sm_90, from it on, and AMD."""
 
@@ -53,7 +56,7 @@ class Tile:
 
 def padded(dim: int) -> int:
     """The power of two that holds a head dim; matrix units want at least 16."""
-    return max(16, power_of_two(dim))
+    return max(DECODE_QUERIES, power_of_two(dim))
 
 
 def power_of_two(number: int) -> int:
