@@ -143,12 +143,15 @@ def attend(
     )  # fmt: skip
     with on(query.device):
         constants, tile = question.constants(keys, values, block_size or keys.shape[2])
+        may_split = splits is None
         if splits is None:
             programs = question.programs(keys.shape[1], tile)
             splits = choose_splits(programs, question.seen(tokens), processors(query.device))
         out, lse = question.answers(values.shape[3])
         part = question.scratch(splits, values.shape[3]) if splits > 1 else lse  # not touched without splits
-        is_short = splits == 1 and tile.queries == DECODE_QUERIES and is_new((id(constants), "split"))
+        is_short = (
+            may_split and splits == 1 and tile.queries == DECODE_QUERIES and is_new((id(constants), "split"))
+        )
         for compile_only in (True, False) if is_short else (False,):
             parts = 2 if compile_only else splits
             attend_blocks(

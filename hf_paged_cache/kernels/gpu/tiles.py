@@ -12,7 +12,11 @@ DECODE_QUERIES = 16
 """Rows of the smallest tile, which decode steps have: matrix units want at least as many."""
 
 Generation = Literal["ampere", "hopper", "amd"]
-"""Kinds of devices that want different tiles: NVIDIA before sm_90, from it on, and AMD."""
+"""Kinds of devices that want different tiles: NVIDIA with the shared memory of an A100 or less, which newer
+small ones are too (sm_120), with that of an H100, and AMD."""
+
+HOPPER_SHARED_BYTES = 200 << 10
+"""From that much for one program on: devices have 99, 163 or 227 KiB."""
 
 _TILE_BYTES = 32 << 10
 """K and V of one tile of tokens. Less, and the reductions over a tile take longer than its bytes."""

@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 from .attend import ADDITIVE_MASK, BOOL_MASK, NO_MASK
 from .formats import load_plain
-from .tiles import Generation, Tile, choose_tile, padded, power_of_two
+from .tiles import HOPPER_SHARED_BYTES, Generation, Tile, choose_tile, padded, power_of_two
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in Triton's interpreter, on the CPU."""
@@ -59,10 +59,11 @@ def generation() -> Generation:
     """The kind of the current device."""
     if INTERPRETED:
         return "ampere"
-    target = driver.active.get_current_target()
-    if target.backend != "cuda":
+    active = driver.active
+    if active.get_current_target().backend != "cuda":
         return "amd"
-    return "ampere" if target.arch < 90 else "hopper"
+    properties = active.utils.get_device_properties(active.get_current_device())
+    return "ampere" if properties["max_shared_mem"] < HOPPER_SHARED_BYTES else "hopper"
 
 
 @lru_cache(maxsize=1024)
