@@ -141,6 +141,20 @@ def is_generation(depth: int = 1) -> bool:
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
 
 
+def generated_length() -> int | None:
+    """Tokens of a row at which the innermost `generate` of the host on this thread's stack stops.
+
+    None where there is none. Rows may hold more: a prompt given as embeddings, or what a cache held before.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and _module_of(frame).startswith(_GENERATION):
+            length = getattr(frame.f_locals.get("generation_config"), "max_length", None)
+            return length if isinstance(length, int) else None
+        frame = frame.f_back
+    return None
+
+
 def updating_module(layer_idx: int) -> torch.nn.Module | None:
     """The attention module that brings K and V of a layer; None if they come from elsewhere."""
     frame: FrameType | None = sys._getframe(1)

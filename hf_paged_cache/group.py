@@ -304,6 +304,17 @@ class LayerGroup:
         self.section.grow(num_blocks)
         self.bind_again()
 
+    def shrink(self, num_blocks: int) -> None:
+        """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
+        if self.section.members != [self]:
+            return
+        moved = self.section.shrink(num_blocks)
+        self.manager.renumber(moved)
+        if self.dense is not None:
+            self.dense.renumber(moved)
+        self.bind_again()
+        self.sync_tables()
+
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
         if self._section_version == self.section.version:

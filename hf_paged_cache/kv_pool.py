@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -11,6 +12,8 @@ from .blocks import Moves
 from .formats import KVFormat, RecordFormat
 from .kernels import dispatch
 from .memory import advise_huge_pages
+
+_NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +120,13 @@ class Storage:
             self.layers[layer_idx] = len(self.layers)
         return self.layers.get(layer_idx)
 
-    def copy(self, num_blocks: int, used: Sequence[int]) -> Storage:
+    def copy(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Storage:
         """The same layers in tensors of their own.
 
         Args:
             num_blocks: Blocks of the copy.
             used: Ids whose content is copied. The others are not touched, so that they stay free of charge.
+            moved: Id -> another one that it has in the copy.
         """
         twin = Storage(
             self.shape, num_blocks=num_blocks, num_layers=self.num_layers, block_size=self.block_size
@@ -130,7 +134,7 @@ class Storage:
         twin.layers = dict(self.layers)
         for new, old in zip(twin.tensors, self.tensors, strict=True):
             for block_id in used:
-                new[block_id] = old[block_id]
+                new[moved.get(block_id, block_id)] = old[block_id]
         return twin
 
     def become(self, other: Storage) -> None:

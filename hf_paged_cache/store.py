@@ -94,6 +94,21 @@ class Section:
             storage.become(copied)
         self.version += 1
 
+    def shrink(self, num_blocks: int) -> dict[int, int]:
+        """Make every storage as small as `num_blocks`, which is enough for what is referenced.
+
+        Returns:
+            Old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
+        """
+        used = self.blocks.referenced()
+        moved = self.blocks.moves_to_shrink(num_blocks)
+        smaller = [storage.copy(num_blocks, used, moved) for storage in self.storages]
+        for storage, copied in zip(self.storages, smaller, strict=True):
+            storage.become(copied)
+        self.blocks.shrink(num_blocks, moved)
+        self.version += 1
+        return moved
+
 
 class Store:
     """The sections of one or more caches.
