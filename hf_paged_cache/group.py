@@ -148,6 +148,7 @@ class LayerGroup:
             shape.records(self.block_size)
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
+        self.section.streams.enter(shape.device, takes_blocks=True)
         pool, place = self._place(layer_idx, shape, self._expected_layers(layer_idx))
         table = self._tables.table(shape.device, self._rows, is_marked=self._has_marks(pool))
         blocks = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
@@ -199,6 +200,7 @@ class LayerGroup:
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed.append(reservation.changed_from)
+        self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
         moves = None
         if self.dense is not None:
             moves = self.dense.follow(self.manager, reservation)
@@ -258,6 +260,8 @@ class LayerGroup:
         """
         self.bind_again()
         full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
+        if full:
+            self._enter_streams(takes_blocks=False)
         for pool in self.pools if full else ():
             if pool.form is not None:
                 pool.seal(*split_pairs(full))
@@ -423,6 +427,11 @@ class LayerGroup:
             if device not in self._faults:
                 self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
             blocks.fault = self._faults[device].of(layer_idx)
+
+    def _enter_streams(self, *, takes_blocks: bool) -> None:
+        """Order what follows after the other streams that use the section: see `Streams.enter`."""
+        for device in {pool.shape.device for pool in self.pools}:
+            self.section.streams.enter(device, takes_blocks=takes_blocks)
 
     def _place(self, layer_idx: int, shape: PoolShape, room: int) -> tuple[KVPool, int]:
         """The pool of a layer and its place there, in tensors for `room` layers if some have to be made."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .blocks import BlockManager, BlockPool
 from .kv_pool import PoolShape, Storage
+from .streams import Streams
 
 if TYPE_CHECKING:
     from .group import LayerGroup
@@ -25,13 +26,15 @@ class Section:
     Attributes:
         blocks: Who refers to which block.
         storages: The tensors, one for each shape and format of layers.
-        version: Bumped when tensors were replaced by larger ones; caches then look where their layers lie.
+        version: Bumped when tensors were replaced by others; caches then look where their layers lie.
+        streams: Of a GPU, that its blocks are used on.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = BlockPool(num_blocks)
         self.storages: list[Storage] = []
         self.version = 0
+        self.streams = Streams()
         self._members: weakref.WeakSet[LayerGroup] = weakref.WeakSet()
         self._left: deque[BlockManager] = deque()
 
@@ -88,11 +91,18 @@ class Section:
     def grow(self, num_blocks: int) -> None:
         """Enlarge every storage to `num_blocks`; ids and contents stay. All of them or none."""
         used = self.blocks.referenced()
+        self._order_streams()
         larger = [storage.copy(num_blocks, used) for storage in self.storages]
         self.blocks.grow(num_blocks - self.blocks.num_blocks)
         for storage, copied in zip(self.storages, larger, strict=True):
             storage.become(copied)
         self.version += 1
+
+    def _order_streams(self) -> None:
+        """Let what other streams have queued end before tensors are copied, and before they are freed."""
+        for storage in self.storages:
+            self.streams.enter(storage.shape.device, takes_blocks=True)
+            self.streams.retire(storage.tensors)
 
     def shrink(self, num_blocks: int) -> dict[int, int]:
         """Make every storage as small as `num_blocks`, which is enough for what is referenced.
@@ -101,6 +111,7 @@ class Section:
             Old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
         """
         used = self.blocks.referenced()
+        self._order_streams()
         moved = self.blocks.moves_to_shrink(num_blocks)
         smaller = [storage.copy(num_blocks, used, moved) for storage in self.storages]
         for storage, copied in zip(self.storages, smaller, strict=True):

@@ -20,6 +20,7 @@ LAYERS = [
     ["precision", "kernels", "stats"],
     [
         "memory",
+        "streams",
         "lazy",
         "traced",
         "rows",
