@@ -171,15 +171,18 @@ def test_where_memory_is_taken_at_once_a_pool_has_what_generate_says_it_will_use
     model = llama()
     cache = PagedCache(model, block_size=16)
 
-    def generate(cache: PagedCache, tokens: int, **options: Any) -> int:
-        given = {cache_kwarg(): cache, "attention_mask": torch.ones(2, tokens, dtype=torch.long)}
-        model.generate(torch.full((2, tokens), 5), **given, eos_token_id=None, do_sample=False, **options)
-        return cache.stats().num_blocks
+    def generate(cache: PagedCache, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        given = {cache_kwarg(): cache, "attention_mask": torch.ones_like(ids), "do_sample": False}
+        out: torch.Tensor = model.generate(ids, **given, eos_token_id=None, **options)
+        return out
 
-    assert generate(cache, 40, max_new_tokens=30) == 2 * -(-70 // 16)
-    assert generate(cache, 70, max_new_tokens=10) == 2 * 5
-    assert generate(cache, 80, max_new_tokens=400) == 2 * 30  # a later, longer turn
-    assert generate(PagedCache(model, block_size=16), 40, max_length=100, num_beams=3) == 6 * -(-100 // 16)
+    ids = torch.full((2, 40), 5)
+    for new, tokens in ((30, 70), (5, 75), (400, 475)):  # the last is a later, longer turn
+        ids = generate(cache, ids, max_new_tokens=new)
+        assert cache.stats().num_blocks == 2 * -(-tokens // 16)
+    beams = PagedCache(model, block_size=16)
+    generate(beams, ids[:, :40], max_length=100, num_beams=3)
+    assert beams.stats().num_blocks == 6 * -(-100 // 16)
 
 
 @pytest.mark.usefixtures("taken_at_once")
