@@ -103,18 +103,21 @@ class Capacity:
             return None
         return batch * self._blocks(max(calls.generated_length() or tokens + _RESERVE_TOKENS, tokens))
 
-    def grown_blocks(self, num_blocks: int, window: int | None, rows: int) -> int:
+    def grown_blocks(self, num_blocks: int, window: int | None, rows: int, pools: Sequence[KVPool]) -> int:
         """What a pool that is too small grows to, where no more is missing.
 
         Args:
             num_blocks: That it has.
             window: Of its layers. What they take for a chunk is given back, so it is no more than that.
             rows: Of all caches that share it.
+            pools: Its tensors.
         """
         if window is not None:
             return rows * self.window_blocks(window)
         if self._config.max_tokens is None and (length := calls.generated_length()) is not None:
             return rows * self._blocks(length)
+        if _grow_in_place(pools):
+            return num_blocks + rows * self._blocks(_RESERVE_TOKENS)
         return 2 * num_blocks
 
     def shared_blocks(self, window: int | None, pools: Sequence[KVPool], rows: int) -> int:
@@ -136,7 +139,8 @@ class Capacity:
         if self._config.max_tokens is not None or not block_bytes:
             return full
         budget = self._config.gpu_memory_utilization * free_memory_bytes(pools[0].shape.device)
-        return min(full, int(budget / block_bytes))
+        held = pools[0].storage.tensors[0].shape[0] if _grow_in_place(pools) else 0
+        return min(full, held + int(budget / block_bytes))
 
     def _full_blocks(self, batch: int) -> int:
         """Blocks that hold the capacity however its tokens are spread over the rows."""
@@ -154,6 +158,10 @@ class Capacity:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._config.block_size)
+
+
+def _grow_in_place(pools: Sequence[KVPool]) -> bool:
+    return bool(pools) and all(pool.storage.grows_in_place for pool in pools)
 
 
 def _is_taken_at_once(device: torch.device) -> bool:

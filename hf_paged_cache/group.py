@@ -334,7 +334,7 @@ class LayerGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
         """A copy with blocks of its own, of which only those in use are written."""
         used = self._used_blocks()
-        section = Section(self.num_blocks)
+        section = Section(self.num_blocks, grows=self.section.grows)
         storages = {id(pool.storage): pool.storage.copy(self.num_blocks, used) for pool in self.pools}
         section.storages = list(storages.values())
         manager = self.manager.apart()

@@ -231,7 +231,8 @@ class LayerGroups:
         rows = sum(member.manager.batch for member in group.section.members)
         grown = min(
             max(
-                self._capacity.grown_blocks(group.num_blocks, group.window, rows), group.num_blocks + missing
+                self._capacity.grown_blocks(group.num_blocks, group.window, rows, group.pools),
+                group.num_blocks + missing,
             ),
             self._capacity.ceiling_blocks(group.pools, rows),
         )
@@ -341,7 +342,8 @@ class LayerGroups:
 
     def _new_group(self, window: int | None, num_blocks: int, batch: int) -> LayerGroup:
         specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
-        section, size = self.store.section(window, num_blocks), self._config.block_size
+        grows = window is None and self._config.max_tokens is None and not self.is_static
+        section, size = self.store.section(window, num_blocks, grows=grows), self._config.block_size
         if self.is_static:
             return StaticGroup(window, specs, section, block_size=size, row_blocks=num_blocks // batch)
         return LayerGroup(

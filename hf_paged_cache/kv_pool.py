@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from .blocks import Moves
 from .formats import KVFormat, RecordFormat
 from .kernels import dispatch
 from .memory import advise_huge_pages
+from .virtual_memory import growing_memory
 
 _NOWHERE: Mapping[int, int] = MappingProxyType({})
 
@@ -82,10 +84,14 @@ class Storage:
         keys: `[blocks, layers, kv_heads, block_size, head_dim]`, or None with a format.
         values: `[blocks, layers, kv_heads, block_size, v_head_dim]`, or None with a format.
         records: uint8 `[blocks, layers, kv_heads, nbytes]`, or None without a format.
+        grows: More blocks are expected, so that memory is taken that grows where it lies, if there is such.
     """
 
-    def __init__(self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int) -> None:
+    def __init__(
+        self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int, grows: bool = False
+    ) -> None:
         self.shape = shape
+        self.grows = grows
         self.block_size = block_size
         self.form = shape.records(block_size)
         self.num_layers = num_layers
@@ -93,11 +99,12 @@ class Storage:
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.records: torch.Tensor | None = None
-        if self.form is None:
-            self.keys, self.values = allocate_dense(shape, num_blocks, num_layers, block_size)
-        else:
-            sizes = num_blocks, num_layers, shape.kv_heads, self.form.nbytes
-            self.records = _empty(sizes, torch.uint8, shape.device)
+        wanted = self._sizes(num_blocks)
+        self._memory = [growing_memory(shape.device) for _ in wanted] if grows else []
+        tensors = self._in_place(num_blocks)
+        if tensors is None:
+            self._memory, tensors = [], [_empty(*each, shape.device) for each in wanted]
+        self._take(tensors)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -108,6 +115,11 @@ class Storage:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def grows_in_place(self) -> bool:
+        """Whether more blocks can come without a copy of those that there are."""
+        return bool(self._memory)
 
     @property
     def bytes_per_block(self) -> int:
@@ -129,7 +141,11 @@ class Storage:
             moved: Id -> another one that it has in the copy.
         """
         twin = Storage(
-            self.shape, num_blocks=num_blocks, num_layers=self.num_layers, block_size=self.block_size
+            self.shape,
+            num_blocks=num_blocks,
+            num_layers=self.num_layers,
+            block_size=self.block_size,
+            grows=self.grows,
         )
         twin.layers = dict(self.layers)
         for new, old in zip(twin.tensors, self.tensors, strict=True):
@@ -137,9 +153,45 @@ class Storage:
                 new[moved.get(block_id, block_id)] = old[block_id]
         return twin
 
+    def extended(self, num_blocks: int) -> Storage | None:
+        """The same with more blocks, in the memory where they lie; None if they have to be copied."""
+        tensors = self._in_place(num_blocks)
+        if tensors is None:
+            return None
+        twin = copy.copy(self)
+        twin._take(tensors)
+        return twin
+
     def become(self, other: Storage) -> None:
         """Take over the tensors of a copy of itself."""
         self.keys, self.values, self.records = other.keys, other.values, other.records
+        self._memory = other._memory
+
+    def _sizes(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Sizes and dtypes of the tensors."""
+        shape, leading = self.shape, (num_blocks, self.num_layers, self.shape.kv_heads)
+        if self.form is not None:
+            return [((*leading, self.form.nbytes), torch.uint8)]
+        return [((*leading, self.block_size, dim), shape.dtype) for dim in (shape.head_dim, shape.v_head_dim)]
+
+    def _in_place(self, num_blocks: int) -> list[torch.Tensor] | None:
+        """The tensors in memory that grows; None if there is none, or none is left."""
+        found = []
+        try:
+            for memory, each in zip(self._memory, self._sizes(num_blocks), strict=False):
+                if memory is None:
+                    return None
+                with torch.inference_mode(False):
+                    found.append(memory.tensor(*each))
+        except RuntimeError:
+            return None
+        return found or None
+
+    def _take(self, tensors: list[torch.Tensor]) -> None:
+        if self.form is None:
+            self.keys, self.values = tensors
+        else:
+            (self.records,) = tensors
 
 
 class KVPool:

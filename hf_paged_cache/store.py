@@ -25,13 +25,15 @@ class Section:
 
     Attributes:
         blocks: Who refers to which block.
+        grows: It began with less than it may need.
         storages: The tensors, one for each shape and format of layers.
         version: Bumped when tensors were replaced by others; caches then look where their layers lie.
         streams: Of a GPU, that its blocks are used on.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, grows: bool = False) -> None:
         self.blocks = BlockPool(num_blocks)
+        self.grows = grows
         self.storages: list[Storage] = []
         self.version = 0
         self.streams = Streams()
@@ -76,7 +78,11 @@ class Section:
             if place is not None:
                 return storage, place
         storage = Storage(
-            shape, num_blocks=self.blocks.num_blocks, num_layers=max(1, room), block_size=block_size
+            shape,
+            num_blocks=self.blocks.num_blocks,
+            num_layers=max(1, room),
+            block_size=block_size,
+            grows=self.grows,
         )
         self.storages.append(storage)
         place = storage.claim(layer_idx)
@@ -92,7 +98,7 @@ class Section:
         """Enlarge every storage to `num_blocks`; ids and contents stay. All of them or none."""
         used = self.blocks.referenced()
         self._order_streams()
-        larger = [storage.copy(num_blocks, used) for storage in self.storages]
+        larger = [storage.extended(num_blocks) or storage.copy(num_blocks, used) for storage in self.storages]
         self.blocks.grow(num_blocks - self.blocks.num_blocks)
         for storage, copied in zip(self.storages, larger, strict=True):
             storage.become(copied)
@@ -137,10 +143,10 @@ class Store:
         twin = memo[id(self)] = Store()
         return twin
 
-    def section(self, window: int | None, num_blocks: int) -> Section:
+    def section(self, window: int | None, num_blocks: int, *, grows: bool = False) -> Section:
         """The section of a window, made with so many blocks if there is none."""
         if window not in self._sections:
-            self._sections[window] = Section(num_blocks)
+            self._sections[window] = Section(num_blocks, grows=grows)
         return self._sections[window]
 
     def put(self, window: int | None, section: Section) -> None:

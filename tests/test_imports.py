@@ -20,6 +20,7 @@ LAYERS = [
     ["precision", "kernels", "stats"],
     [
         "memory",
+        "virtual_memory",
         "streams",
         "lazy",
         "traced",
