@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -164,8 +165,16 @@ class Storage:
 
     def become(self, other: Storage) -> None:
         """Take over the tensors of a copy of itself."""
-        self.keys, self.values, self.records = other.keys, other.values, other.records
-        self._memory = other._memory
+        self.held = other.held
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """All that a change of size replaces."""
+        return self.keys, self.values, self.records, self._memory
+
+    @held.setter
+    def held(self, held: tuple[Any, ...]) -> None:
+        self.keys, self.values, self.records, self._memory = held
 
     def _sizes(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Sizes and dtypes of the tensors."""
@@ -202,12 +211,10 @@ class KVPool:
 
     Attributes:
         storage: Where blocks lie; other caches may share it.
-        num_used_layers: Layers of this cache that live here.
     """
 
     def __init__(self, storage: Storage, *, num_slots: int = 0) -> None:
         self.storage = storage
-        self.num_used_layers = 0
         self._slots = None if storage.form is None else self._allocate(num_slots)
 
     @property
@@ -249,14 +256,15 @@ class KVPool:
         """Bytes of one block over all layers of the storage, as it is stored for good."""
         return self.storage.bytes_per_block
 
-    def bytes_by_format(self, blocks: int, slots: int) -> dict[str, int]:
-        """Format -> bytes that the layers use of so many blocks; `auto` is the model's dtype.
+    def bytes_by_format(self, layers: int, blocks: int, slots: int) -> dict[str, int]:
+        """Format -> bytes that layers use of so many blocks; `auto` is the model's dtype.
 
         Args:
+            layers: How many of this cache live here.
             blocks: That hold tokens.
             slots: How many of them quantised layers keep in slots.
         """
-        size, layers = self.storage.block_size, self.num_used_layers
+        size = self.storage.block_size
         if self.shape.format is None:
             return {"auto": layers * blocks * self.shape.block_bytes(size)}
         return {
@@ -312,7 +320,6 @@ class KVPool:
     def copy(self, storage: Storage, used_slots: Sequence[int]) -> KVPool:
         """The same layers of another cache, in this storage or in a copy of it; its slots are its own."""
         twin = KVPool(storage, num_slots=self.keys.shape[0])
-        twin.num_used_layers = self.num_used_layers
         for index in used_slots if self._slots is not None else ():
             twin.keys[index] = self.keys[index]
             twin.values[index] = self.values[index]
