@@ -10,8 +10,9 @@ import torch
 
 from . import calls
 from .config import PagedCacheConfig
+from .errors import PagedCacheError
 from .kv_pool import KVPool, PoolShape
-from .memory import free_memory_bytes
+from .memory import free_memory_bytes, total_memory_bytes
 from .precision import Precision
 from .spec import LayerSpec
 
@@ -32,19 +33,23 @@ class Capacity:
         config: Settings.
         specs: Layer index -> what the config says of that layer.
         max_positions: Longest sequence the model was made for, if its config says.
+
+    Attributes:
+        is_asked_for: The settings say how many tokens there are to be.
     """
 
     def __init__(
         self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
     ) -> None:
         self._config = config
-        self._max_positions = max_positions or _DEFAULT_TOKENS
+        self._row_tokens = config.max_cache_len or max_positions or _DEFAULT_TOKENS
+        self.is_asked_for = config.max_tokens is not None or config.max_cache_len is not None
         self._specs = specs
 
     @property
     def row_blocks(self) -> int:
         """Blocks of the longest row that is expected."""
-        return self._blocks(self._config.max_tokens or self._max_positions)
+        return self._blocks(self._config.max_tokens or self._row_tokens)
 
     def wanted_blocks(
         self,
@@ -75,8 +80,6 @@ class Capacity:
             else min(full, batch * (self.window_blocks(window) + self._blocks(new_tokens * keep_history)))
             for window in dict.fromkeys(spec.window for spec in self._specs.values())
         }
-        if self._config.max_tokens is not None:
-            return wanted
         block_bytes: Counter[int | None] = Counter()
         slot_bytes = 0  # of blocks that quantised layers keep in the model's dtype
         for index, spec in self._specs.items():
@@ -86,6 +89,9 @@ class Capacity:
             if layer.format is not None:
                 slot_bytes += batch * precision.slots_per_row * layer.dense_bytes(size)
         wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
+        if self.is_asked_for:
+            self._check_memory(wanted_bytes, batch, shape.device)
+            return wanted
         budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device) - slot_bytes
         if wanted_bytes <= budget:
             return wanted
@@ -99,7 +105,7 @@ class Capacity:
             tokens: Of every row, stored ones and new ones.
             device: Where blocks lie.
         """
-        if self._config.max_tokens is not None or not _is_taken_at_once(device):
+        if self.is_asked_for or not _is_taken_at_once(device):
             return None
         return batch * self._blocks(max(calls.generated_length() or tokens + _RESERVE_TOKENS, tokens))
 
@@ -114,7 +120,7 @@ class Capacity:
         """
         if window is not None:
             return rows * self.window_blocks(window)
-        if self._config.max_tokens is None and (length := calls.generated_length()) is not None:
+        if not self.is_asked_for and (length := calls.generated_length()) is not None:
             return rows * self._blocks(length)
         if _grow_in_place(pools):
             return num_blocks + rows * self._blocks(_RESERVE_TOKENS)
@@ -136,17 +142,34 @@ class Capacity:
         """
         full = self._full_blocks(batch)
         block_bytes = sum(pool.bytes_per_block for pool in pools)
-        if self._config.max_tokens is not None or not block_bytes:
+        if self.is_asked_for or not block_bytes:
             return full
         budget = self._config.gpu_memory_utilization * free_memory_bytes(pools[0].shape.device)
         held = pools[0].storage.tensors[0].shape[0] if _grow_in_place(pools) else 0
         return min(full, held + int(budget / block_bytes))
 
+    def _check_memory(self, wanted_bytes: int, batch: int, device: torch.device) -> None:
+        """Raise PagedCacheError if pools could never be filled, even by a process alone on the machine."""
+        there = total_memory_bytes(device)
+        if wanted_bytes <= there:
+            return
+        tokens = self._full_blocks(batch) * self._config.block_size
+        asked = (
+            f"max_cache_len={self._config.max_cache_len} for {batch} rows"
+            if self._config.max_tokens is None
+            else f"max_tokens={self._config.max_tokens}"
+        )
+        raise PagedCacheError(
+            f"{asked} wants pools of {wanted_bytes / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} "
+            f"GiB in all, room for {tokens * there // wanted_bytes} tokens; leave it away for what fits, or "
+            "store fewer bits (`kv_cache_dtype`)"
+        )
+
     def _full_blocks(self, batch: int) -> int:
         """Blocks that hold the capacity however its tokens are spread over the rows."""
         size = self._config.block_size
         if self._config.max_tokens is None:
-            return batch * self._blocks(self._max_positions)
+            return batch * self._blocks(self._row_tokens)
         return (self._config.max_tokens + batch * (size - 1)) // size
 
     def window_blocks(self, window: int) -> int:

@@ -144,7 +144,7 @@ def _empty(form: Any, heads: int, dtype: torch.dtype) -> LayerBlocks:
     keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
     records = torch.zeros(4, heads, form.nbytes, dtype=torch.uint8)
     ids = torch.tensor([[dense_entry(0), 2, dense_entry(1)], [dense_entry(2), 0, dense_entry(3)]])
-    return LayerBlocks(keys, values, ids.to(torch.int32), None, records, form, (0, COLUMNS - 1))
+    return LayerBlocks(keys, values, ids.to(torch.int32), None, records, form, ((0, COLUMNS - 1),) * 2)
 
 
 def _on(blocks: LayerBlocks, device: Device) -> LayerBlocks:

@@ -84,7 +84,9 @@ class DenseBlocks:
         return {table.ids[c]: slot for table in manager.tables for c, slot in self.slots_of(table.ids)}
 
     def renumber(self, moved: Mapping[int, int]) -> None:
-        """Follow blocks that got other ids."""
+        """Follow blocks that got other ids, which nobody held."""
+        for block_id in moved.values():
+            self._drop(block_id)
         self._slots = {moved.get(block_id, block_id): slot for block_id, slot in self._slots.items()}
 
     def adopt(self, manager: BlockManager, columns: Sequence[int], ids: Sequence[int]) -> list[int]:

@@ -62,7 +62,8 @@ def on_device(problem: Problem) -> Problem:
         sinks=None if a.sinks is None else a.sinks.to(DEVICE),
     )
     placed = LayerBlocks(
-        b.keys.to(DEVICE), b.values.to(DEVICE), b.table.to(DEVICE), None, b.records.to(DEVICE), b.form
+        *(b.keys.to(DEVICE), b.values.to(DEVICE), b.table.to(DEVICE), None, b.records.to(DEVICE), b.form),
+        offsets=None if b.offsets is None else b.offsets.to(DEVICE),
     )
     return replace(problem, blocks=placed, attention=moved)
 
@@ -138,7 +139,7 @@ def test_dense_columns_may_be_known_unknown_all_or_none(start: int) -> None:
     problem = build_quantised(case, form_of("int4", case))
     check(problem)
     placed = on_device(problem)
-    placed.blocks.dense_columns = (0, 6)
+    placed.blocks.dense_columns = ((0, 6),)
     with refuses_to_wait() if DEVICE == "cuda" else noting_nothing():
         got = gpu.decode(placed.blocks, placed.attention)
     assert_answers(problem, got.cpu(), tolerance=TOLERANCE[torch.float32])
@@ -408,7 +409,7 @@ def test_a_step_does_not_wait_for_the_device(name: str, request: pytest.FixtureR
     dense = not form.format.is_per_token
     entries = [[dense_entry(0), 7, dense_entry(1)]] if dense else [[4, 7, 2]]
     blocks = empty_blocks(form, entries)
-    blocks.dense_columns = (0, 2) if dense else ()
+    blocks.dense_columns = ((0, 2),) if dense else ()
     blocks.fault = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     blocks.lengths = RowLengths(41, torch.full((1,), 41, dtype=torch.int32, device=DEVICE))
     step(blocks, 40)  # compiles

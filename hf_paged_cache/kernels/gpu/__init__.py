@@ -133,16 +133,16 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
+    """Store new tokens, those of columns `start, start + 1, ...` of every row.
 
-    Tokens that fall into a null block are dropped. Records get whole blocks, unless their format is per
-    token.
+    Tokens that fall into a null block, or stand before a row begins, are dropped. Records get whole blocks,
+    unless their format is per token.
 
     Args:
         blocks: Changed in place.
         key_states: `[batch, kv_heads, tokens, head_dim]`.
         value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Position of the first new token, the same in every row.
+        start: Column of the first new token.
 
     Raises:
         UnstorableValueError: A quantised layer without `blocks.fault` got NaN, infinity, or a magnitude above
@@ -154,7 +154,8 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         return
     held = blocks.lengths
     lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
-    _launch().write(blocks.keys, blocks.values, blocks.table, lengths, key_states, value_states)
+    stored = blocks.keys, blocks.values, blocks.table, lengths
+    _launch().write(*stored, key_states, value_states, offsets=blocks.offsets)
 
 
 def decode(
@@ -180,6 +181,7 @@ def decode(
     options = {
         "tokens": a.end,
         "start": a.start,
+        "offsets": blocks.offsets,
         "back": back,
         "queries_are_last": a.queries_are_last,
         **_rules(a, a.mask, a.causal),
@@ -296,34 +298,42 @@ def _write_records(
 ) -> None:
     """In one launch where the format is per token, else in one for slots and one for whole blocks."""
     if blocks.fault is None:
-        check_storable(key_states, value_states)
+        check_storable(blocks, key_states, value_states, start)
     end = start + key_states.shape[2]
     dense = _dense_columns(blocks, start, end)
-    states, fault = (key_states, value_states), blocks.fault
+    states, options = (key_states, value_states), {"fault": blocks.fault, "offsets": blocks.offsets}
     if form.format.is_per_token or dense:
         held = blocks.lengths
         lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
         stored = records, blocks.keys, blocks.values, blocks.table, lengths
-        _records().write_tokens(form, *stored, *states, fault=fault, dense=bool(dense))
+        _records().write_tokens(form, *stored, *states, dense=bool(dense), **options)
     if form.format.is_per_token:
         return
-    whole = range(-(-start // form.block_size), end // form.block_size)
-    partial = {start // form.block_size, (end - 1) // form.block_size} - set(whole) - set(dense)
-    name = form.format.name
-    assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
-    if set(whole) - set(dense):
-        _records().write_blocks(form, records, blocks.table, *states, start, whole, fault=fault)
+    if blocks.offsets is None:
+        whole = set(range(-(-start // form.block_size), end // form.block_size))
+        always = set.intersection(*map(set, dense)) if dense else set()
+        partial = {start // form.block_size, (end - 1) // form.block_size} - whole - always
+        name = form.format.name
+        assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
+        if whole <= always:
+            return
+    if end - start >= form.block_size:
+        _records().write_blocks(form, records, blocks.table, *states, start, **options)
 
 
-def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[int, ...]:
-    """The columns of `[start, end)` that hold slots."""
+def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:
+    """The columns of `[start, end)` that hold slots, of every row or once for all; empty if none does."""
     if not len(blocks.keys) or end <= start:
         return ()
-    first, last = start // blocks.block_size, (end - 1) // blocks.block_size
-    if blocks.dense_columns is not None:
-        return tuple(column for column in blocks.dense_columns if first <= column <= last)
-    found = (blocks.table[:, first : last + 1] < NULL_BLOCK).any(0)
-    return tuple(first + i for i, is_dense in enumerate(found.tolist()) if is_dense)
+    # A row that begins later has its last token before the batch's last, and its first before `start`.
+    first = start // blocks.block_size if blocks.offsets is None else 0
+    last = (end - 1) // blocks.block_size
+    found = blocks.dense_columns
+    if found is None:
+        is_dense = (blocks.table < NULL_BLOCK).tolist()
+        found = tuple(tuple(c for c, dense in enumerate(row) if dense) for row in is_dense)
+    found = tuple(tuple(column for column in row if first <= column <= last) for row in found)
+    return found if any(found) else ()
 
 
 def _rules(a: Attention, mask: torch.Tensor | None, causal: bool) -> dict[str, Any]:

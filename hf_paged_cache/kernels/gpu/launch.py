@@ -45,6 +45,8 @@ def write(
     lengths: torch.Tensor,
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Store new tokens at the end of every row.
 
@@ -55,6 +57,7 @@ def write(
         lengths: int32 `[batch]`: tokens of each row, the new ones included.
         new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
+        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
     """
     batch, kv_heads, new_tokens, _ = new_keys.shape
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
@@ -75,6 +78,7 @@ def write(
             new_values,
             table,
             lengths,
+            lengths if offsets is None else offsets,
             keys.stride(0),
             keys.stride(1),
             values.stride(0),
@@ -84,6 +88,7 @@ def write(
             table.stride(0),
             table.shape[1],
             new_tokens,
+            PADDED=offsets is not None,
             **constants,
         )
 
@@ -97,6 +102,7 @@ def attend(
     *,
     tokens: int,
     scale: float,
+    offsets: torch.Tensor | None = None,
     start: int = 0,
     back: int = 0,
     mask: torch.Tensor | None = None,
@@ -115,11 +121,12 @@ def attend(
         keys: `[num_blocks, kv_heads, block_size, head_dim]`.
         values: `[num_blocks, kv_heads, block_size, v_head_dim]`.
         table: int32 `[batch, columns]`; columns past the end of a row may hold anything.
-        lengths: int32 `[batch]`: tokens stored of each row.
+        lengths: int32 `[batch]`: columns of each row, those before it begins included.
         tokens: Upper bound of the lengths, which decides on splits.
         scale: Factor on q·k.
-        start: First token attended.
-        back: Tokens at the end of each row that are left out.
+        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
+        start: First column attended.
+        back: Columns at the end of each row that are left out.
         mask: None, or broadcastable to `[batch, q_heads, q_tokens, tokens]`, boolean or additive. Column 0 is
             token `start`, and there may be more columns than tokens.
         causal: Query i sees stored positions <= its own.
@@ -138,7 +145,7 @@ def attend(
     query = last_contiguous(query)
     mask, mask_rows = mask_of(mask, query.shape[0], query.shape[1], query.shape[2])
     question = Question(
-        query, table, lengths, start, back, scale, mask, mask_rows, causal, window, softcap, sinks,
+        query, table, lengths, offsets, start, back, scale, mask, mask_rows, causal, window, softcap, sinks,
         queries_are_last,
     )  # fmt: skip
     with on(query.device):
@@ -200,7 +207,8 @@ def attend_blocks(
         lse: See `out`.
         part: Written otherwise.
         splits: Programs that share a row's tokens.
-        columns: int32, the only columns of the table to attend; entries of slots, see `dense_entry`.
+        columns: int32 `[batch or 1, columns]`, of each row the only columns of the table to attend, -1 past
+            the last: entries of slots, see `dense_entry`; others are passed over.
         as_part: Whether this is not the whole answer; None: if there are splits.
         compile_only: Launch nothing.
     """
@@ -215,6 +223,7 @@ def attend_blocks(
         values,
         q.table,
         q.lengths,
+        q.lengths if q.offsets is None else q.offsets,
         lse if q.mask is None else q.mask,
         lse if q.sinks is None else q.sinks,
         *q.query.stride()[:3],
@@ -226,8 +235,10 @@ def attend_blocks(
         q.table.shape[1],
         *q.numbers(splits),
         q.table if columns is None else columns,
-        0 if columns is None else columns.shape[0],
+        0 if columns is None or columns.shape[0] == 1 else columns.stride(0),
+        0 if columns is None else columns.shape[1],
         COLUMNS=columns is not None,
+        PADDED=q.offsets is not None,
         SPLIT=splits > 1 if as_part is None else as_part,
         **constants,
         num_warps=tile.warps,

@@ -13,7 +13,8 @@ def write_kernel(
     new_keys_ptr,
     new_values_ptr,
     table_ptr,  # int32 [batch, columns]
-    lengths_ptr,  # int32 [batch], tokens of each row, the new ones included
+    lengths_ptr,  # int32 [batch], columns of each row, the new ones included
+    offsets_ptr,  # int32 [batch], columns before each row begins, if PADDED
     k_stride_block,
     k_stride_h,
     v_stride_block,
@@ -36,10 +37,11 @@ def write_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     """Store new K and V at the end of every row. Grid: (new tokens, batch, tiles of H kv heads).
 
-    Tokens of null blocks and beyond the table are dropped.
+    Tokens of null blocks, before a row begins and beyond the table are dropped.
     """
     t = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -47,6 +49,8 @@ def write_kernel(
     d = tl.arange(0, D)
     e = tl.arange(0, E)
     position = tl.load(lengths_ptr + b) - new_tokens + t
+    if PADDED:
+        position -= tl.load(offsets_ptr + b)
     column = position // BLOCK_SIZE
     slot = position % BLOCK_SIZE
     block = tl.load(

@@ -38,6 +38,7 @@ def write_tokens(
     *,
     fault: torch.Tensor | None,
     dense: bool,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Store new tokens at the end of every row; those of records only if the format is per token.
 
@@ -52,6 +53,7 @@ def write_tokens(
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
         fault: See `LayerBlocks`.
         dense: Whether some of the tokens may belong to slots.
+        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
     """
     batch, kv_heads, new_tokens, _ = new_keys.shape
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
@@ -74,6 +76,7 @@ def write_tokens(
             new_values,
             table,
             lengths,
+            lengths if offsets is None else offsets,
             table if fault is None else fault,
             *records.stride()[:2],
             *keys.stride()[:2],
@@ -83,6 +86,7 @@ def write_tokens(
             table.stride(0),
             table.shape[1],
             new_tokens,
+            PADDED=offsets is not None,
             **constants,
         )
 
@@ -94,11 +98,11 @@ def write_blocks(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     start: int,
-    columns: range,
     *,
     fault: torch.Tensor | None,
+    offsets: torch.Tensor | None = None,
 ) -> None:
-    """Encode the new tokens that fill whole columns of the table; entries of slots are passed over.
+    """Encode the new tokens that fill whole blocks; entries of slots are passed over.
 
     Args:
         form: What the bytes of the records mean.
@@ -106,27 +110,29 @@ def write_blocks(
         table: int32 `[batch, columns]`.
         new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
-        start: Position of the first new token.
-        columns: Which columns.
+        start: Column of the first new token.
         fault: See `LayerBlocks`.
+        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
     """
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
     batch, kv_heads = new_keys.shape[:2]
     with on(records.device):
-        encode_records_kernel[(len(columns), kv_heads, batch)](
+        encode_records_kernel[(new_keys.shape[2] // form.block_size, kv_heads, batch)](
             records,
             new_keys,
             new_values,
             table,
             table,
+            table if offsets is None else offsets,
             table if fault is None else fault,
             *records.stride()[:2],
             *new_keys.stride()[:3],
             *new_values.stride()[:3],
             table.stride(0),
             table.shape[1],
-            columns.start,
+            start + new_keys.shape[2],
             start,
+            PADDED=offsets is not None,
             **encode_records_constants(form=form, seal=False, check=fault is not None),
         )
 
@@ -174,6 +180,7 @@ def _seal(
         ids,
         slots,
         ids,
+        ids,
         *records.stride()[:2],
         *keys.stride()[:3],
         *values.stride()[:3],
@@ -181,6 +188,7 @@ def _seal(
         0,
         0,
         0,
+        PADDED=False,
         **encode_records_constants(form=form, seal=True, check=False),
     )
 
@@ -195,7 +203,8 @@ def attend(
     query: torch.Tensor,
     *,
     tokens: int,
-    dense_columns: tuple[int, ...],
+    dense_columns: tuple[tuple[int, ...], ...],
+    offsets: torch.Tensor | None = None,
     start: int,
     back: int,
     scale: float,
@@ -214,11 +223,12 @@ def attend(
         keys: `[num_slots, kv_heads, block_size, head_dim]`.
         values: `[num_slots, kv_heads, block_size, v_head_dim]`.
         table: int32 `[batch, columns]`; columns past the end of a row may hold anything.
-        lengths: int32 `[batch]`: tokens stored of each row.
+        lengths: int32 `[batch]`: columns of each row, those before it begins included.
         query: `[batch, q_heads, q_tokens, head_dim]`.
         tokens: As in `launch.attend`, as all that follow.
-        dense_columns: Columns of the table, all of them in reach of `[start, tokens)`, whose entries are of
-            slots.
+        dense_columns: Of every row, or once for all, the columns of the table whose entries are of slots;
+            others among them do no harm.
+        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
         start: See there.
         back: See there.
         scale: See there.
@@ -236,15 +246,16 @@ def attend(
     query = last_contiguous(query)
     mask, mask_rows = mask_of(mask, query.shape[0], query.shape[1], query.shape[2])
     q = Question(
-        query, table, lengths, start, back, scale, mask, mask_rows, causal, window, softcap, sinks,
+        query, table, lengths, offsets, start, back, scale, mask, mask_rows, causal, window, softcap, sinks,
         queries_are_last,
     )  # fmt: skip
     out, lse = q.answers(form.v_head_dim)
     kv_heads = keys.shape[1]
-    reached = -(-tokens // form.block_size) - start // form.block_size
+    # Where rows begin later they have fewer columns than these; to try them for records does no harm.
+    reached = set(range(start // form.block_size, -(-tokens // form.block_size)))
     with on(query.device):
-        dense_splits = _dense_splits(len(dense_columns), form.block_size)
-        is_all_dense = 0 < reached <= len(dense_columns)
+        dense_splits = _dense_splits(max(map(len, dense_columns), default=0), form.block_size)
+        is_all_dense = bool(reached and dense_splits) and all(reached.issubset(row) for row in dense_columns)
         splits, part, dense_part = 0, lse, lse  # scratch that is not touched
         constants, tile = attend_records_constants(dtype=query.dtype, form=form, **q.rules(kv_heads))
         programs = q.programs(kv_heads, tile)
@@ -264,6 +275,7 @@ def attend(
                 records,
                 table,
                 lengths,
+                lengths if offsets is None else offsets,
                 lse if q.mask is None else q.mask,
                 lse if sinks is None else sinks,
                 *query.stride()[:3],
@@ -271,6 +283,7 @@ def attend(
                 table.stride(0),
                 table.shape[1],
                 *q.numbers(splits),
+                PADDED=offsets is not None,
                 SPLIT=is_part or compile_only,
                 **constants,
                 num_warps=tile.warps,
@@ -307,7 +320,12 @@ def _dense_splits(columns: int, block_size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _on_device(device: torch.device, columns: tuple[int, ...]) -> torch.Tensor:
-    """int32 columns on a device: the same for all layers and for as many steps as a block has tokens."""
-    tensor = torch.tensor(columns, dtype=torch.int32, pin_memory=device.type == "cuda")
+def _on_device(device: torch.device, columns: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """int32 `[rows, columns]` on a device, -1 past the last of a row.
+
+    They are the same for all layers, and where rows begin alike for as many steps as a block has tokens.
+    """
+    most = max(map(len, columns))
+    padded = [[*row, *[-1] * (most - len(row))] for row in columns]
+    tensor = torch.tensor(padded, dtype=torch.int32, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
