@@ -60,10 +60,11 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             so many bits, read in place by the kernels; `int8_block` and `int4_group` as textbooks do it, to
             compare with; `adaptive` is `int4` for a prompt (the first forward) of at most
             `adaptive_threshold` tokens, and `int8` for a longer one.
-        max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default is the
-            model's `max_position_embeddings` for every row, cut to `gpu_memory_utilization` of the free
-            memory. On a CPU memory that was never written is not resident, so a large capacity costs nothing;
-            but for what the machine could never hold.
+        max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default goes up to
+            the model's `max_position_embeddings` for every row, and to `gpu_memory_utilization` of the free
+            memory. On a CPU the pool has that from the start, since memory that was never written is not
+            resident (but for what the machine could never hold); on a GPU it begins with the length at which
+            `generate` stops (in a loop of forwards with the prompt and 256 tokens a row) and grows.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
             may take by default; an explicit `max_tokens` is taken at its word.
         compile: On a GPU, let `generate` compile its decode step and replay it as a CUDA graph. Every row

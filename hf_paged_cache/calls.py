@@ -231,6 +231,20 @@ def is_generation(depth: int = 1) -> bool:
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
 
 
+def generated_length() -> int | None:
+    """Tokens of a row at which the innermost `generate` of the host on this thread's stack stops.
+
+    None where there is none. Rows may hold more: a prompt given as embeddings, or what a cache held before.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and _module_of(frame).startswith(_GENERATION):
+            length = getattr(frame.f_locals.get("generation_config"), "max_length", None)
+            return length if isinstance(length, int) else None
+        frame = frame.f_back
+    return None
+
+
 def is_copying(depth: int = 1) -> bool:
     """Whether the function that is `depth` frames up from the caller belongs to the module `copy`."""
     return _module_of(sys._getframe(depth + 1)) == "copy"

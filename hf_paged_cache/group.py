@@ -131,6 +131,7 @@ class LayerGroup:
             shape.records(self.block_size)
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
+        self.section.streams.enter(shape.device, takes_blocks=True)
         pool, place = self._place(layer_idx, shape, self._expected_layers(layer_idx))
         table = self._tables.table(shape.device, self._rows, is_marked=self._has_marks(pool))
         blocks = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
@@ -190,6 +191,7 @@ class LayerGroup:
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed.append(reservation.changed_from)
+        self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
         moves = None
         if self.dense is not None:
             moves = self.dense.follow(self.manager, reservation)
@@ -249,6 +251,8 @@ class LayerGroup:
         block that is shared; the bytes are the same.
         """
         full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
+        if full:
+            self._enter_streams(takes_blocks=False)
         for pool in self.pools if full else ():
             if pool.form is not None:
                 pool.seal(*split_pairs(full))
@@ -356,6 +360,17 @@ class LayerGroup:
         self.section.grow(num_blocks)
         self.bind_again()
 
+    def shrink(self, num_blocks: int) -> None:
+        """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
+        if self.section.members != [self]:
+            return
+        moved = self.section.shrink(num_blocks)
+        self.manager.renumber(moved)
+        if self.dense is not None:
+            self.dense.renumber(moved)
+        self.bind_again()
+        self.sync_tables()
+
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
         version = self.section.version
@@ -398,7 +413,7 @@ class LayerGroup:
         size, columns = self.block_size, self._columns()
         held = {i: min(size, self.num_tokens - column * size) for i, column in columns.items()}
         held = {i: tokens for i, tokens in held.items() if tokens > 0}
-        section = Section(self.num_blocks)
+        section = Section(self.num_blocks, grows=self.section.grows)
         storages = {id(pool.storage): pool.storage.copy(self.num_blocks, [*held]) for pool in self.pools}
         section.storages = list(storages.values())
         manager = self.manager.apart()
@@ -495,6 +510,11 @@ class LayerGroup:
             if device not in self._faults:
                 self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
             blocks.fault = self._faults[device].of(layer_idx)
+
+    def _enter_streams(self, *, takes_blocks: bool) -> None:
+        """Order what follows after the other streams that use the section: see `Streams.enter`."""
+        for device in {pool.shape.device for pool in self.pools}:
+            self.section.streams.enter(device, takes_blocks=takes_blocks)
 
     def _place(self, layer_idx: int, shape: PoolShape, room: int) -> tuple[KVPool, int]:
         """The pool of a layer and its place there, in tensors for `room` layers if some have to be made."""

@@ -20,6 +20,8 @@ LAYERS = [
     ["precision", "kernels", "stats"],
     [
         "memory",
+        "virtual_memory",
+        "streams",
         "lazy",
         "traced",
         "rows",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
+import torch
 
-from tests.interrupts import ACTS, Act, Scene, interrupting, short_of_memory
+from hf_paged_cache import PagedCache
+from tests.interrupts import ACTS, Act, Interrupted, Scene, interrupting, short_of_memory
 from tests.models import shared_model
+from tests.quantised import cache_of, feed, ids
 
 Stopping = Callable[[int | None], AbstractContextManager[list[int]]]
 
@@ -47,6 +51,37 @@ def test_an_interrupt_tears_nothing_and_loses_nothing(act: Act, kind: str) -> No
 @pytest.mark.parametrize("act", QUICK, ids=lambda act: act.name)
 def test_nor_does_a_failed_allocation(act: Act, kind: str) -> None:
     outcomes("llama", kind, act, short_of_memory, 1)
+
+
+@pytest.mark.parametrize("kind", ["auto", "int4"])
+def test_a_pool_of_a_window_that_becomes_smaller_is_whole(kind: str) -> None:
+    # A fork would keep it from that, so this is no scene.
+    model = shared_model("mistral")
+
+    def after_a_chunk() -> PagedCache:
+        cache = cache_of(model, kind)
+        for tokens in (50, 1, 40):
+            feed(model, cache, ids(tokens, seed=tokens))
+        return cache
+
+    control = after_a_chunk()
+    grown = control.stats().num_blocks
+    with interrupting(None) as counted:
+        feed(model, control, ids(1, seed=7))
+    assert control.stats().num_blocks < grown
+    want = [feed(model, control, ids(1, seed=8))]
+    missed = after_a_chunk()
+    want.append(feed(model, missed, ids(1, seed=8)))
+    for at in range(3, counted[0], 55):
+        cache = after_a_chunk()
+        with interrupting(at), contextlib.suppress(Interrupted):
+            feed(model, cache, ids(1, seed=7))
+        is_missed = cache.get_seq_length() == 91
+        cache.check_integrity()
+        assert torch.allclose(feed(model, cache, ids(1, seed=8)), want[is_missed], atol=2e-4), at
+        cache.reset()
+        cache.check_integrity()
+        assert cache.stats().used_blocks == 0
 
 
 @pytest.mark.slow
