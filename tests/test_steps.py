@@ -444,8 +444,10 @@ def test_blocks_of_layers_of_unlike_lengths_are_not_encoded(kind: str) -> None:
     cache, control = cache_of(model, kind), cache_of(model, kind)
     for held in (cache, control):
         feed(model, held, ids(30))
-    with ending_at(model, 2), pytest.raises(CacheMismatchError, match="layer 2 holds 30 tokens per row"):
-        for seed in range(20):
+    with ending_at(model, 2):
+        for seed in range(2):
             feed(model, cache, ids(1, seed=seed))
-    cache.crop(-(int(cache.get_seq_length()) - 30))
+        with pytest.raises(CacheMismatchError, match="layer 2 holds 30 tokens per row"):
+            feed(model, cache, ids(1, seed=2))
+    cache.crop(-2)
     assert torch.equal(feed(model, cache, ids(5, seed=9)), feed(model, control, ids(5, seed=9)))
