@@ -77,8 +77,12 @@ def check(isa: str) -> int:
                 assert cache.stats().backend == "cpp", cache.stats().backend
                 generated += 1
     print(f"{isa}: {generated} generates in {len(LAYER_DTYPES)} formats", flush=True)
-    # Captured output would be lost with the process.
-    return int(pytest.main(["-s", "-p", "no:cacheprovider", *select("cpp", isa, quick=True).arguments]))
+    options = ["-s", "-p", "no:cacheprovider"]  # captured output would be lost with the process
+    statuses = [
+        pytest.main([*options, *select("cpp", isa, quick=True).arguments]),
+        pytest.main([*options, "tests/kernels/test_offsets.py", "-k", "cpu"]),
+    ]
+    return max(int(status) for status in statuses)
 
 
 if __name__ == "__main__":
