@@ -330,8 +330,9 @@ def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int
     last = (end - 1) // blocks.block_size
     found = blocks.dense_columns
     if found is None:
-        is_dense = (blocks.table < NULL_BLOCK).tolist()
-        found = tuple(tuple(c for c, dense in enumerate(row) if dense) for row in is_dense)
+        # What a row does not store is nothing in a slot as well as in a record.
+        is_dense = (blocks.table <= NULL_BLOCK) & (blocks.table < NULL_BLOCK).any(0)
+        found = tuple(tuple(c for c, dense in enumerate(row) if dense) for row in is_dense.tolist())
     found = tuple(tuple(column for column in row if first <= column <= last) for row in found)
     return found if any(found) else ()
 
