@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Encod
 
 from .errors import PagedCacheError
 from .layer import PagedLayer, PagedWindowLayer
+from .padding import NO_PADDING
 
 
 def copy_into(paged: Any, other: Cache) -> None:
@@ -31,6 +32,10 @@ def copy_into(paged: Any, other: Cache) -> None:
             "to another model"
         )
     found = [_states(index, mine, layer) for index, (mine, layer) in enumerate(_pairs(paged, other))]
+    padding = other._state.padding if hasattr(other, "_state") else NO_PADDING
+    length = max((states[0].shape[2] for states in found if states is not None), default=0)
+    if padding.unstored:
+        paged._state.note_mask(0, length, padding.mask(length))
     with torch.no_grad():
         for index, states in enumerate(found):
             if states is not None:
@@ -39,8 +44,8 @@ def copy_into(paged: Any, other: Cache) -> None:
             if found[index] is not None and isinstance(mine, PagedWindowLayer):
                 manager = paged._state.group_of(index).manager
                 manager.first_held = max(manager.first_held, mine.get_seq_length() - layer.keys.shape[2])
-    if hasattr(other, "_state"):  # another paged cache, which may have left padding out
-        paged._state.padding = other._state.padding.stored()
+    if hasattr(other, "_state"):  # another paged cache
+        paged._state.padding = padding
         paged._state.history = other._state.history.copy()
         for index, mine in enumerate(paged.layers):
             if isinstance(mine, PagedLayer) and found[index] is not None:

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -205,8 +206,6 @@ class LayerGroup:
             changed += moves.columns
             self._grow_slots()
         for pool in self.pools:
-            if reservation.blanks:
-                pool.blank(reservation.blanks)
             if moves is not None and pool.form is not None and (moves.copied or moves.unsealed):
                 pool.follow(moves)
             elif reservation.copies:
@@ -221,8 +220,8 @@ class LayerGroup:
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
         self.manager.crop(num_tokens)
-        if self.dense is not None:
-            self.dense.crop(-(-num_tokens // self.block_size))
+        if self._tables.offsets != self.manager.offsets:
+            self.sync_tables()
         self.set_length(num_tokens)
 
     def release_outside_window(self) -> None:
@@ -268,25 +267,27 @@ class LayerGroup:
         Raises:
             QuantisationError: It found them unfit for the layer's format.
         """
-        size, first = self.block_size, -(-start // self.block_size)
-        columns = range(first, (start + key_states.shape[2]) // size)
-        dense = () if self.dense is None else self.dense.columns
-        for column in columns:
-            rows = [row for row, table in enumerate(self.manager.tables) if table.ids[column] != NULL_BLOCK]
-            if column not in dense and rows:
-                keys = key_states[rows, :, column * size - start : (column + 1) * size - start]
-                self._judge(layer_idx, keys)
-                return
+        size, end = self.block_size, start + key_states.shape[2]
+        found: list[torch.Tensor] = []
+        for row, table in enumerate(self.manager.tables):
+            dense = () if self.dense is None else dict(self.dense.slots_of(table.ids))
+            columns = range(-(-table.token_at(start) // size), table.token_at(end) // size)
+            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in dense)
+            for column in islice(encoded, 1):
+                first = table.offset + column * size - start
+                found.append(key_states[row, :, first : first + size])
+        if found:
+            self._judge(layer_idx, torch.stack(found))
 
     def set_guarded(self, layers: set[int]) -> None:
         """Note that the guard has looked at layers."""
         self._unguarded -= layers
 
-    def adopt_dense(self, columns: Sequence[int], ids: Sequence[int]) -> list[int]:
+    def adopt_dense(self, ids: Sequence[int]) -> list[int]:
         """Make blocks of rows that were adopted dense. Returns their slots."""
         if self.dense is None:
             return []
-        slots = self.dense.adopt(self.manager, columns, ids)
+        slots = self.dense.adopt(self.manager, ids)
         self._grow_slots()
         return slots
 
@@ -373,12 +374,11 @@ class LayerGroup:
 
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""
-        if self._tables.sync(self._rows, from_column):
+        if self._tables.sync(self._rows, from_column, self.manager.offsets):
             for layer_idx in self._layers:
                 self._bind(layer_idx)
-        if self.dense is not None:
-            for pool, _, blocks in self._layers.values():
-                blocks.dense_columns = self._dense_columns(pool)
+        for pool, _, blocks in self._layers.values() if self.dense is not None else ():
+            blocks.dense_columns = self._dense_columns(pool)
 
     def _rows(self, is_marked: bool) -> list[list[int]]:
         """The entries of all rows."""
@@ -394,8 +394,15 @@ class LayerGroup:
     def _has_marks(self, pool: KVPool) -> bool:
         return self.dense is not None and pool.form is not None
 
-    def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...]:
-        return () if self.dense is None or pool.form is None else (tuple(self.dense.columns),)
+    def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...] | None:
+        """As `LayerBlocks` has them; on a CPU nobody asks."""
+        dense = self.dense
+        if pool.shape.device.type == "cpu":
+            return None
+        if dense is None or pool.form is None:
+            return ()
+        rows = [tuple(c for c, _ in dense.slots_of(table.ids)) for table in self.manager.tables]
+        return tuple(rows[:1] if len(set(rows)) == 1 else rows)
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
@@ -403,6 +410,7 @@ class LayerGroup:
         device = pool.shape.device
         blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
         blocks.lengths = self._tables.lengths(device)
+        blocks.offsets = self._tables.offsets_on(device)
         blocks.dense_columns = self._dense_columns(pool)
         blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
         blocks.records = None if pool.records is None else pool.records[:, place]

@@ -215,11 +215,6 @@ class KVPool:
         else:
             self.copy_slots(src, dst)
 
-    def blank(self, ids: list[int]) -> None:
-        """Fill whole blocks with zeros, as they are stored for good."""
-        for pool in (self.keys, self.values) if self.records is None else (self.records,):
-            pool[torch.tensor(ids, device=pool.device)] = 0
-
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks in the model's dtype, all layers at once."""
         dispatch.copy_blocks(self.keys, src, dst)

@@ -146,7 +146,7 @@ def _restore_group(
         )
     group.manager.first_held = part["first_held"]
     group.owners = {index: Owner.of_saved(fingerprint) for index, fingerprint in part["owners"].items()}
-    slots = group.adopt_dense(part["dense_columns"], [ids[n] for n in part["dense_ids"]])
+    slots = group.adopt_dense([ids[n] for n in part["dense_ids"]])
     group.set_guarded(set(part["layers"]) - set(part["unguarded"]))
     for layer_idx, tensors in part["layers"].items():
         blocks = group.blocks_of(layer_idx)
@@ -188,11 +188,10 @@ def _take_group(group: LayerGroup) -> dict[str, Any]:
     return {
         "window": group.window,
         "tables": [[new_ids[block_id] for block_id in table.ids] for table in group.manager.tables],
-        "padding": [table.num_padding for table in group.manager.tables],
+        "padding": [table.offset for table in group.manager.tables],
         "first_held": group.manager.first_held,
         "owners": {index: owner.fingerprint for index, owner in group.owners.items()},
         "dense_ids": [new_ids[block_id] for block_id in slots],
-        "dense_columns": [] if dense is None else list(dense.columns),
         "unguarded": [index for index in group.claimed if group.is_unguarded(index)],
         "layers": layers,
     }

@@ -498,11 +498,10 @@ class CacheState:
         """Make room in all groups. Returns what is to be remembered of padding."""
         try:
             padding = self._padding_after(start, key_states, call)
-            more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
             if not self.batch:
                 self._open_rows(key_states, value_states, keep_history=keep_history)
             self._groups.reserve(
-                self.batch, start, key_states.shape[2], keep_history=keep_history, padding=more
+                self.batch, start, key_states.shape[2], keep_history=keep_history, padding=padding.unstored
             )
         except (CacheMismatchError, PoolExhausted, QuantisationError, UnstorableValueError):
             self.take_back_outside()
@@ -526,7 +525,7 @@ class CacheState:
             return self.padding
         forward = Forward.of(noted, start, key_states, call)
         leaves_out = not self.would_be_static(key_states.device)
-        return self.padding.after(forward, self.config.block_size, leaves_out=leaves_out)
+        return self.padding.after(forward, leaves_out=leaves_out)
 
     def _close_step(self) -> None:
         """Nothing more is written by the step; its tokens are there, or were taken back."""

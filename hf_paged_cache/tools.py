@@ -201,9 +201,12 @@ class CacheTools:
         if behind:
             state.layer_groups.check_room_for(start, length - end, state.batch)
         self._crop_to(start)
+        left = padding.drop(start, end)
+        if behind and left.unstored:
+            state.note_mask(start, length - end, left.mask(start + length - end))
         for index, keys, values in behind:
             self.layers[index].update(keys, values)
-        state.padding = padding.drop(start, end) if behind else state.padding
+        state.padding = left if behind else state.padding
         if ids.shape[1] == length:
             state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
 
