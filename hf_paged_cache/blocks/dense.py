@@ -30,6 +30,14 @@ class Moves(NamedTuple):
     columns: list[int]
 
 
+class SavedSlots(NamedTuple):
+    """What dense blocks were at one time, see `DenseBlocks.save`."""
+
+    num_slots: int
+    slots: dict[int, int]
+    free: list[int]
+
+
 class DenseBlocks:
     """The dense blocks of one layer group: the first `sink_blocks` of every row, and its newest ones.
 
@@ -130,6 +138,14 @@ class DenseBlocks:
         """Forget everything."""
         self._slots.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
+
+    def save(self) -> SavedSlots:
+        """What there is now."""
+        return SavedSlots(self.num_slots, self._slots.copy(), self._free.copy())
+
+    def restore(self, saved: SavedSlots) -> None:
+        """Be again what was saved."""
+        self.num_slots, self._slots, self._free = saved.num_slots, saved.slots.copy(), saved.free.copy()
 
     def provide_rows(self, rows: int) -> None:
         """Have the slots that so many rows can need."""

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
 from hf_paged_cache.blocks.pool import BlockPool
 from hf_paged_cache.blocks.reservation import Plan, Reservation, RowPlan
 from hf_paged_cache.blocks.table import BlockTable
 from hf_paged_cache.errors import PagedCacheError
+
+
+class SavedRows(NamedTuple):
+    """What a manager was at one time, see `BlockManager.save`."""
+
+    tables: list[BlockTable]
+    first_held: int
 
 
 class BlockManager:
@@ -172,6 +180,14 @@ class BlockManager:
         unchanged = max(len(table.ids) for table in self._tables)
         return Reservation(start, end, copies, min(changed, default=unchanged), plan.needed_blocks)
 
+    def let_go(self, num_new_tokens: int, *, keep_history: bool, padding: Sequence[int]) -> list[int]:
+        """The part of a `reserve` that gives blocks back, after which the rest can still be undone.
+
+        Returns:
+            Table columns from which on entries changed.
+        """
+        return self._let_go(self._plan(num_new_tokens, keep_history, padding))
+
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first `num_tokens` tokens; does nothing if they are that long.
 
@@ -293,9 +309,30 @@ class BlockManager:
         block_ids = [block_id for table in self._tables for block_id in table.stored_ids()]
         release = self.pool.release_later if later else self.pool.release
         release(block_ids)
+        self.forget()
+
+    # --- going back ---------------------------------------------------------------------------------------
+
+    def save(self) -> SavedRows:
+        """What the rows are now. Blocks that are given back later must not be filled before a `restore`."""
+        tables = [table.fork() for table in self._tables]
+        return SavedRows(tables, self.first_held)
+
+    def restore(self, saved: SavedRows) -> None:
+        """Be again what was saved. The pool is not told: see `BlockPool.rebuild`."""
+        self._tables = [table.fork() for table in saved.tables]
+        self.first_held = saved.first_held
+        self.version += 1
+
+    def forget(self) -> None:
+        """Have no rows. The pool is not told."""
         self._tables = []
         self.first_held = 0
         self.version += 1
+
+    def holdings(self) -> list[tuple[list[int], int]]:
+        """Of every row the ids of its blocks, and how many leading ones are full for sure."""
+        return [(table.ids, table.num_sealed) for table in self._tables]
 
     def check_integrity(self, other_tables: Iterable[Iterable[int]] = ()) -> None:
         """Check the pool against the rows, and the rows against each other. O(pool).

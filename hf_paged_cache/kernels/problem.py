@@ -88,8 +88,8 @@ class LayerBlocks:
         offsets: None, or int32 `[batch]` on the device of the table: how many columns a row begins later than
             the batch. Those columns are neither stored nor attended, without a mask that says so, and read as
             zeros; a query in one sees nothing.
-        native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field
-            above is replaced.
+        native: A backend's own prepared form of this object (e.g. a C struct). It keeps what it points to,
+            and is made anew when a tensor above was replaced.
         choice: The dispatcher's note of the backend that serves blocks of this dtype, device and layout.
     """
 
