@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -14,11 +14,12 @@ import torch
 from .blocks import BlockManager, DenseBlocks
 from .errors import PagedCacheError
 from .faults import Faults
-from .formats import KVFormat
+from .formats import KVFormat, blank_beyond, with_keys_in_int8
 from .guard import KeyErrorGuard
 from .kernels.problem import NULL_BLOCK, LayerBlocks, dense_entry
 from .kv_pool import KVPool, PoolShape, Storage, split_pairs
 from .precision import Precision
+from .saved import SavedGroup, SavedLayer
 from .spec import LayerSpec
 from .store import Saved, Section
 from .tables import DeviceTables
@@ -44,6 +45,11 @@ class Owner:
 
 def _nobody() -> None:
     return None
+
+
+def _put(target: torch.Tensor, contents: torch.Tensor, places: Sequence[int]) -> None:
+    with torch.no_grad():
+        target[torch.tensor(places, dtype=torch.long, device=target.device)] = contents.to(target.device)
 
 
 class LayerGroup:
@@ -289,17 +295,80 @@ class LayerGroup:
         if found:
             self._judge(layer_idx, torch.stack(found))
 
-    def set_guarded(self, layers: set[int]) -> None:
-        """Note that the guard has looked at layers."""
-        self._unguarded -= layers
+    def export(self, tokens: Mapping[int, int]) -> SavedGroup:
+        """All that it holds, in tensors of their own, and nothing of what else lies in its blocks.
 
-    def adopt_dense(self, ids: Sequence[int]) -> list[int]:
-        """Make blocks of rows that were adopted dense. Returns their slots."""
-        if self.dense is None:
-            return []
-        slots = self.dense.adopt(self.manager, ids)
-        self._grow_slots()
-        return slots
+        Args:
+            tokens: Layer index -> tokens of every row that this layer has.
+        """
+        columns, dense = self._first_columns(), self.dense
+        numbers = {block_id: number for number, block_id in enumerate(columns)} | {NULL_BLOCK: NULL_BLOCK}
+        slots = {} if dense is None else dense.slots_by_id(self.manager)
+        tables = self.manager.tables
+        return SavedGroup(
+            window=self.window,
+            tables=[[numbers[block_id] for block_id in table.ids] for table in tables],
+            offsets=[table.offset for table in tables],
+            first_held=self.manager.first_held,
+            dense=[numbers[block_id] for block_id in slots],
+            owners={index: owner.fingerprint for index, owner in self.owners.items()},
+            unguarded=[index for index in self._layers if index in self._unguarded],
+            layers={
+                index: self._export_layer(index, columns, slots, tokens[index]) for index in self._layers
+            },
+        )
+
+    def _export_layer(
+        self, layer_idx: int, columns: Mapping[int, int], slots: Mapping[int, int], tokens: int
+    ) -> SavedLayer:
+        _, _, blocks = self._layers[layer_idx]
+        size, form, device = self.block_size, self.formats[layer_idx], blocks.keys.device
+
+        def index(numbers: Iterable[int]) -> torch.Tensor:
+            return torch.tensor([*numbers], dtype=torch.long, device=device)
+
+        def held(ids: Iterable[int]) -> torch.Tensor:
+            return index(max(0, min(size, tokens - columns[block_id])) for block_id in ids)
+
+        places = {block_id: block_id for block_id in columns} if form is None else slots
+        where = index(places.values())
+        keys, values = (blank_beyond(side[where], held(places)) for side in (blocks.keys, blocks.values))
+        records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=device)
+        if blocks.records is not None and blocks.form is not None:
+            encoded = [block_id for block_id in columns if block_id not in slots]
+            records = blocks.form.first_tokens(blocks.records[index(encoded)], held(encoded))
+        return SavedLayer("auto" if form is None else form.name, keys, values, records)
+
+    def import_(self, saved: SavedGroup, length: int) -> None:
+        """Fill rows that have just begun with what `export` has taken; they hold nothing, and there is room.
+
+        Args:
+            saved: Checked.
+            length: Tokens of every row.
+        """
+        for layer_idx, layer in saved.layers.items():
+            form = self.formats[layer_idx]
+            if form is not None and form.name != layer.format:
+                self.formats[layer_idx] = with_keys_in_int8(form)
+            self.claim(layer_idx, layer.keys, layer.values)
+        ids = self.manager.adopt(saved.tables, length, saved.offsets)
+        assert ids is not None, "room was made for all blocks"
+        self.manager.first_held = saved.first_held
+        self.owners = {index: Owner.of_saved(fingerprint) for index, fingerprint in saved.owners.items()}
+        self._unguarded -= saved.layers.keys() - set(saved.unguarded)
+        slots: list[int] = []
+        if self.dense is not None:
+            slots = self.dense.adopt(self.manager, [ids[n] for n in saved.dense])
+            self._grow_slots()
+        for layer_idx, layer in saved.layers.items():
+            _, _, blocks = self._layers[layer_idx]
+            places = list(ids.values()) if blocks.records is None else slots
+            _put(blocks.keys, layer.keys, places)
+            _put(blocks.values, layer.values, places)
+            if blocks.records is not None:
+                _put(blocks.records, layer.records, [ids[number] for number in saved.encoded])
+        self.sync_tables()
+        self.set_length(length)
 
     def is_unguarded(self, layer_idx: int) -> bool:
         """Whether the guard has yet to look at a layer."""
@@ -354,13 +423,18 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
         """A copy with blocks of its own, of which only those in use are written."""
-        used = self._used_blocks()
+        size = self.block_size
+        held = {i: min(size, self.num_tokens - first) for i, first in self._first_columns().items()}
+        held = {i: tokens for i, tokens in held.items() if tokens > 0}
         section = Section(self.num_blocks)
-        storages = {id(pool.storage): pool.storage.copy(self.num_blocks, used) for pool in self.pools}
+        storages = {id(pool.storage): pool.storage.copy(self.num_blocks, [*held]) for pool in self.pools}
         section.storages = list(storages.values())
         manager = self.manager.apart()
         section.blocks = manager.pool
         twin = memo[id(self)] = self._copy_to(section, manager, copy.deepcopy(self.dense), storages)
+        slots = {} if self.dense is None else self.dense.slots_by_id(self.manager)
+        for pool in twin.pools:
+            pool.blank_beyond(held, slots)
         for index, (_, _, blocks) in self._layers.items():
             memo[id(blocks)] = twin.blocks_of(index)
         return twin
@@ -511,8 +585,14 @@ class LayerGroup:
     def _used_slots(self) -> list[int]:
         return [] if self.dense is None else self.dense.live_slots(self.manager)
 
-    def _used_blocks(self) -> list[int]:
-        return sorted({block_id for table in self.manager.tables for block_id in table.stored_ids()})
+    def _first_columns(self) -> dict[int, int]:
+        """Block id -> where in the batch its first token stands, of all blocks of rows, in their order."""
+        return {
+            block_id: table.offset + column * self.block_size
+            for table in self.manager.tables
+            for column, block_id in enumerate(table.ids)
+            if block_id != NULL_BLOCK
+        }
 
     def _expected_layers(self, layer_idx: int) -> int:
         hint = self.specs[layer_idx], self.formats[layer_idx]

@@ -17,6 +17,7 @@ from .guard import KeyErrorGuard
 from .kernels.problem import LayerBlocks
 from .kv_pool import PoolShape
 from .precision import Precision
+from .saved import SavedCache
 from .spec import LayerSpec
 from .static import StaticGroup
 from .store import Saved, Store
@@ -55,6 +56,11 @@ class LayerGroups:
     def all(self) -> list[LayerGroup]:
         """The groups, in the order of their first layers."""
         return list(self._by_window.values())
+
+    @property
+    def specs(self) -> dict[int, LayerSpec]:
+        """Layer index -> what the config of the model says of that layer."""
+        return self._specs
 
     @property
     def static(self) -> list[StaticGroup]:
@@ -310,6 +316,52 @@ class LayerGroups:
             twin.store.put(window, group.section)
         memo[id(self)] = twin
         return twin
+
+    def beside(self, saved: SavedCache | None = None, first_tokens: int = 0) -> LayerGroups:
+        """Groups with saved contents, or none, beside these, which stay as they are. Part of a change.
+
+        They take blocks of the same store if enough are free there, otherwise they have one of their own.
+
+        Args:
+            saved: Checked contents, with rows.
+            first_tokens: Of the prompt by which formats were chosen.
+
+        Raises:
+            PoolExhausted: A pool for so many rows cannot hold them.
+        """
+        twin = copy.copy(self)
+        twin._by_window, twin.blocks = {}, {}
+        if saved is None:
+            return twin
+        needed = {group.window: group.num_blocks for group in saved.groups}
+        for group in self.all:
+            group.section.collect()
+        if not all(group.manager.pool.can_allocate(needed[group.window]) for group in self.all):
+            twin.store = Store()
+        twin._fill(saved, first_tokens, needed)
+        return twin
+
+    def _fill(self, saved: SavedCache, first_tokens: int, needed: dict[int | None, int]) -> None:
+        layer = next(layer for group in saved.groups for layer in group.layers.values())
+        keys, values = (
+            side.new_empty(1).expand(saved.batch, side.shape[1], first_tokens, side.shape[3])
+            for side in (layer.keys, layer.values)
+        )
+        self.open_rows(keys, values, keep_history=saved.record_past, would_be_static=lambda device: False)
+        for part in saved.groups:
+            group, count = self._by_window[part.window], needed[part.window]
+            # With more history than its windows need, it may want more than they do.
+            if not self.provide(group, count):
+                free = group.manager.pool.num_free + group.manager.pool.num_pending
+                raise PoolExhausted(
+                    f"state_dict holds {count} blocks of {group.block_size} tokens, and the pool has {free} "
+                    "free ones; make the cache with a larger `max_tokens`. The cache is as it was",
+                    needed_blocks=count,
+                    free_blocks=free,
+                    block_size=group.block_size,
+                )
+            group.import_(part, saved.length)
+            self.blocks.update({index: group.blocks_of(index) for index in group.claimed})
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .blocks import Moves
-from .formats import KVFormat, RecordFormat
+from .formats import KVFormat, RecordFormat, blank_beyond
 from .kernels import dispatch
-from .memory import advise_huge_pages
+from .memory import advise_huge_pages, allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Storage:
             self.keys, self.values = allocate_dense(shape, num_blocks, num_layers, block_size)
         else:
             sizes = num_blocks, num_layers, shape.kv_heads, self.form.nbytes
-            self.records = _empty(sizes, torch.uint8, shape.device)
+            self.records = _empty(sizes, torch.uint8, shape.device, block_size)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -214,6 +214,24 @@ class KVPool:
         else:
             self.copy_slots(src, dst)
 
+    def blank_beyond(self, held: Mapping[int, int], slots: Mapping[int, int]) -> None:
+        """Leave nothing in blocks but the first tokens of each, as in a copy that is another's.
+
+        Args:
+            held: Block id -> how many.
+            slots: Block id -> slot, of those that quantised layers keep in the model's dtype.
+        """
+        size, dense, form = self.storage.block_size, held, self.form
+        if form is not None and self.records is not None:
+            ids, counts = _indices(
+                {i: 0 if i in slots else n for i, n in held.items()}, size, self.shape.device
+            )
+            self.records[ids] = form.first_tokens(self.records[ids], counts)
+            dense = {slot: held[block_id] for block_id, slot in slots.items()}
+        ids, counts = _indices(dense, size, self.shape.device)
+        for pool in (self.keys, self.values):
+            pool[ids] = blank_beyond(pool[ids], counts)
+
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks in the model's dtype, all layers at once."""
         dispatch.copy_blocks(self.keys, src, dst)
@@ -265,8 +283,18 @@ def allocate_dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for K and V of so many blocks in the model's dtype."""
     leading = (num_blocks, num_layers, shape.kv_heads, block_size)
-    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device)
-    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device)
+    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device, block_size)
+    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device, block_size)
+
+
+def _indices(
+    held: Mapping[int, int], block_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of blocks that are not full: which, and how many tokens they hold."""
+    partial = {index: count for index, count in held.items() if count < block_size}
+    return torch.tensor([*partial], device=device, dtype=torch.long), torch.tensor(
+        [*partial.values()], device=device, dtype=torch.long
+    )
 
 
 def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -274,9 +302,7 @@ def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # A pool made inside torch.inference_mode() could not be written outside of it.
-    with torch.inference_mode(False):
-        tensor = torch.empty(*shape, dtype=dtype, device=device)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, block_size: int) -> torch.Tensor:
+    tensor = allocate(shape, dtype, device, block_size)
     advise_huge_pages(tensor)
     return tensor

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from .history import TokenHistory
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .padding import NO_PADDING, Forward, NotedMask, Padding
+from .saved import SavedCache
 from .spec import LayerSpec
 from .step import Step
 from .store import Restore, Saved
@@ -111,8 +112,7 @@ class CacheState:
         self._last_written: int | None = None
         self._step: Step | None = None  # that is in progress, or was when somebody last looked
         self._twins = Twins()
-        self._rows_before: int | None = None  # rows before the step spread them over more
-        self._spreader: Place | None = None  # the forward that did
+        self._spread: tuple[int, Place] | None = None  # rows before a forward spread them over more, and that
         self._root: Place | None = None  # the call of the host that the last step was part of
         self._usage = Usage()
 
@@ -257,7 +257,7 @@ class CacheState:
     @property
     def is_settled(self) -> bool:
         """Whether there is nothing that `settle` would have to look at."""
-        return self._step is None and self._spreader is None and not self._groups.store.is_torn
+        return self._step is None and self._spread is None and not self._groups.store.is_torn
 
     def settle(self) -> None:
         """See to what an interrupted change and an ended forward have left.
@@ -271,7 +271,7 @@ class CacheState:
         self._groups.store.recover()
         step = self._step
         if step is None:
-            if self._spreader is not None and not self._spreader.is_running():
+            if self._spread is not None and not self._spread[1].is_running():
                 self.give_back_rows()
             return
         if not step.is_over or self._is_cross:
@@ -480,13 +480,8 @@ class CacheState:
 
     def spread_rows(self, rows: int, parts: Parts) -> None:
         """Give the one row of the cache to so many, for the step that begins."""
-        before, self._rows_before, self._spreader = self.batch, self.batch, calls.current().forward
-        try:
-            self.reorder([0] * rows, parts)
-        except BaseException:
-            self._rows_before = self._spreader = None
-            raise
-        self._rows_before = before
+        self._spread = self.batch, calls.current().forward
+        self.reorder([0] * rows, parts)
 
     def give_back_rows(self, parts: Parts | None = None) -> None:
         """Undo `spread_rows`, if the step that wanted it has failed.
@@ -494,10 +489,12 @@ class CacheState:
         Args:
             parts: What is beside the blocks, where it was not put back otherwise.
         """
-        before = self._rows_before
-        if before is not None and (self.batch > before or parts is not None):
-            self.reorder(list(range(max(1, before))), parts)
-        self._rows_before = self._spreader = None
+        if self._spread is None:
+            return
+        before, _ = self._spread
+        if self.batch > before or (parts is not None and not before):
+            self.reorder([0], parts)
+        self._spread = None
 
     def reset(self, parts: Parts) -> None:
         """Forget all rows and give their blocks back; pools stay."""
@@ -556,14 +553,25 @@ class CacheState:
 
     def forget_user(self) -> None:
         """Belong to no thread and no forward, as a copy does."""
-        self._step = self._noted = self._root = self._spreader = None
+        self._step = self._noted = self._root = self._spread = None
         self._usage, self._twins = Usage(), Twins()
         self.equal_rows = 0
 
-    def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:
-        """Take over the lengths of contents that were put into the groups."""
-        self.batch, self.tokens, self.padding = batch, dict(tokens), padding
-        self.step_start = self.step_end = length
+    def with_contents(
+        self, groups: LayerGroups, saved: SavedCache, tokens: dict[int, int], padding: Padding
+    ) -> dict[str, Any]:
+        """The attributes of this state with saved contents, which these groups hold."""
+        twin = copy.copy(self)
+        twin._groups, twin.history, twin.undo = groups, TokenHistory(), Undo()
+        twin.batch, twin.tokens, twin.padding = saved.batch, tokens, padding
+        twin.step_start = twin.step_end = saved.length
+        twin.record_past, twin.is_lost = saved.record_past, False
+        twin._last_written = twin._noted = twin._root = None
+        twin._twins = Twins()
+        twin._close_step()
+        if saved.input_ids.shape[1]:
+            twin.history.commit(saved.input_ids, saved.input_ids.shape[1])
+        return dict(vars(twin))
 
     @property
     def layer_groups(self) -> LayerGroups:
@@ -670,9 +678,8 @@ class CacheState:
         self.has_open_step = False
         self._groups.set_writing(False)
         self._twins.begin(0)
-        if not has_failed:
-            self._rows_before = self._spreader = None
-        self._step = None
+        # At once: half of it would give rows back of a step that counts, or keep those of one that does not.
+        vars(self).update({"_step": None} if has_failed else {"_step": None, "_spread": None})
 
     def _crop_to(self, num_tokens: int) -> None:
         if not num_tokens:

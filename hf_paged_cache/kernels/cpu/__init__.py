@@ -7,6 +7,7 @@ torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_thr
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 import threading
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.cpu import build, layout
 from hf_paged_cache.kernels.problem import Attention, LayerBlocks
 from hf_paged_cache.kernels.reference import unstorable
+
+logger = logging.getLogger("hf_paged_cache")
 
 _MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
@@ -65,6 +68,8 @@ def _load() -> build.Library | str:
                 _loaded = str(error)
             else:
                 _declare(library.handle)
+                if library.problems:
+                    logger.warning(" ".join(library.problems))
                 _loaded = library
         return _loaded
 
