@@ -25,8 +25,7 @@ from .kernels.prefill import MAX_DECODE_TOKENS, attend_with_history
 from .kernels.problem import Attention
 from .lazy import dense
 from .masks import LazyMask
-from .ownership import check_owner
-from .static import StaticGroup
+from .static import Reader, StaticGroup
 from .view import PagedView, StoredKV
 
 logger = logging.getLogger("hf_paged_cache")
@@ -234,7 +233,8 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention over blocks `[batch, q_tokens, q_heads, v_head_dim]`; None if the host has to do it."""
-    check_owner(module, stored)
+    if isinstance(stored.group, StaticGroup) and getattr(module, "layer_idx", None) == stored.layer_idx:
+        stored.group.readers[stored.layer_idx] = Reader(weakref.ref(module))
     if not stored.has_history:
         # The host's function on the tensors of this forward: to the bit what it computes without us.
         return None

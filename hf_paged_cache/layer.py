@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from . import calls, compiled, traced
+from . import compiled, traced
 from .errors import CacheMismatchError, PagedCacheError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .lazy import dense
 from .masks import PagedLength, StaticLength
-from .ownership import check_owner
 from .state import CacheState
 from .static import StaticGroup
 from .view import PagedView, StoredKV
@@ -98,11 +97,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             state.begin_step(self.layer_idx, key_states, value_states)
         try:
             stored = self._store(key_states, value_states, state.step_start)
-            if is_first:
-                # Attention of this package looks too, but a model may have attention code of its own.
-                module = calls.updating_module(self.layer_idx)
-                if module is not None:
-                    check_owner(module, stored)
         except BaseException:
             if state.is_open:  # not taken back yet
                 state.abort_step()
@@ -292,6 +286,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             or stored.end != tokens
             or not stored.is_current
         ):
+            self._state.check_reader(self.layer_idx)
             start = self._first_visible(tokens)
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
@@ -324,7 +319,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             value_states,
             remember=self._state.is_attended(),
             is_vetted=self.layer_idx in group.vetted,
-            owner=group.owners.get(self.layer_idx),
+            reader=group.readers.get(self.layer_idx),
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is

@@ -26,6 +26,7 @@ from .errors import PagedCacheError
 from .formats import KVFormat, with_keys_in_int8
 from .hosts import HostParts
 from .layer import PagedLayer
+from .ownership import Weights
 from .padding import Padding
 from .precision import Precision
 from .saved import (
@@ -57,6 +58,7 @@ def take(state: CacheState, hosts: HostParts) -> dict[str, Any]:
             tokens=dict(state.tokens),
             record_past=state.record_past,
             input_ids=ids if ids.shape[1] else ids.new_empty(state.batch, 0),
+            owner=state.owner.saved() if isinstance(state.owner, Weights) else state.owner,
             padding=SavedPadding(**state.padding.state_dict()),
             groups=[group.export(state.tokens) for group in state.groups] if state.batch else [],
             hosts=[_copied(_plain_attributes(vars(part))) for part in hosts.parts],
@@ -261,9 +263,6 @@ def _check_group(
     _expect(group.layers.keys() <= formats.keys(), f"{where}['layers']", f"of {[*formats]}", [*group.layers])
     for index, layer in group.layers.items():
         _check_layer(group, layer, formats[index], size, count, f"{where}['layers'][{index}]")
-    _expect(
-        group.owners.keys() <= group.layers.keys(), f"{where}['owners']", "of its layers", [*group.owners]
-    )
     judged = [i for i in group.layers if (form := formats[i]) is not None and form.keys.bits <= 4]
     _expect(
         group.unguarded == [index for index in judged if index in set(group.unguarded)],

@@ -31,6 +31,7 @@ from .groups import LayerGroups
 from .history import TokenHistory
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
+from .ownership import Owner, check_prompt, owner_after
 from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .saved import SavedCache
 from .spec import LayerSpec
@@ -83,6 +84,7 @@ class CacheState:
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
         padding: What is remembered of rows that begin with padding.
+        owner: Whose weights computed what is stored; None if that is not known.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
     """
 
@@ -107,6 +109,7 @@ class CacheState:
         self.has_open_step = False
         self.padding = NO_PADDING
         self.equal_rows = 0
+        self.owner: Owner | None = None
         self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
@@ -170,10 +173,10 @@ class CacheState:
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and call is not None:
             self.check_reading(call, is_warm=start > 0)
-        if call is not None and call.root != self._root:
+        if call is not None and self._is_new(call):
             if start and call.is_generating and self.is_encoder_decoder and not self._is_cross:
                 self.history.check_restart(call.input_ids)
-            self._root = call.root
+            self._enter(call, start)
         try:
             self.change(partial(self._begin, start, key_states, value_states, call, is_read_only))
         except BaseException:
@@ -198,6 +201,33 @@ class CacheState:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
         self._groups.set_writing(True)
+
+    def check_reader(self, layer_idx: int) -> None:
+        """Look whose weights read, where no update comes before: cross-attention reads what it once wrote.
+
+        Raises:
+            CacheMismatchError: Other weights computed it.
+        """
+        if self._is_cross and layer_idx == next(iter(self.tokens)) and not torch.compiler.is_compiling():
+            call = calls.current()
+            if self._is_new(call):
+                self._enter(call, self.step_end)
+
+    def check_prompt_of(self, model: torch.nn.Module | None) -> None:
+        """Raise CacheMismatchError if a model is about to go on with what other weights computed."""
+        check_prompt(self.owner, model, self.step_end)
+
+    def _is_new(self, call: ModelCall) -> bool:
+        """Whether another call of the host has come than the last one; models of others do not tell."""
+        return call.root.frame is None or call.root != self._root
+
+    def _enter(self, call: ModelCall, tokens: int) -> None:
+        try:
+            self.owner = owner_after(self.owner, call, tokens)
+        except CacheMismatchError:
+            self.take_back_outside()
+            raise
+        self._root = call.root
 
     @staticmethod
     def check_reading(call: ModelCall, *, is_warm: bool) -> None:
@@ -512,6 +542,7 @@ class CacheState:
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
         self.is_lost = False
+        self.owner = None
         self._last_written = None
         self.padding, self._noted = NO_PADDING, None
         self._close_step()
@@ -566,6 +597,7 @@ class CacheState:
         twin.batch, twin.tokens, twin.padding = saved.batch, tokens, padding
         twin.step_start = twin.step_end = saved.length
         twin.record_past, twin.is_lost = saved.record_past, False
+        twin.owner = saved.owner
         twin._last_written = twin._noted = twin._root = None
         twin._twins = Twins()
         twin._close_step()

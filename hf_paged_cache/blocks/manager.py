@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -297,6 +297,12 @@ class BlockManager:
         twin._tables = [table.fork() for table in self._tables]
         twin.pool = self.pool.restricted_to(table.ids for table in self._tables)
         return twin
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Follow blocks that got other ids."""
+        for table in self._tables:
+            table.ids[:] = [moved.get(block_id, block_id) for block_id in table.ids]
+        self.version += 1
 
     def reset(self, *, later: bool = False) -> None:
         """Release all rows and forget the batch.

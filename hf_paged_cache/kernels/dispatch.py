@@ -92,6 +92,13 @@ class PrefillBackend(Backend, Protocol):
         """Attend new tokens among themselves, without sinks."""
 
 
+class DeviceBackend(Backend, Protocol):
+    """A backend that may run on some devices of a machine and not on others."""
+
+    def unusable_reason(self, device: torch.device) -> str | None:
+        """None if it runs on a device, otherwise a sentence. May compile."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A row of the registry.
@@ -389,9 +396,12 @@ def _refusal(entry: _Entry, is_forced: bool, device: torch.device, blocks: Layer
     if not entry.serves(device, is_forced=is_forced):
         return f"It runs on {', '.join(sorted(entry.devices or ()))}; the blocks are on {device}."
     backend = entry.load()
-    return (
+    reason = (
         backend.unsupported_reason(blocks) if blocks is not None else None
     ) or backend.unavailable_reason()
+    if reason is None and hasattr(backend, "unusable_reason"):
+        reason = cast(DeviceBackend, backend).unusable_reason(device)
+    return reason
 
 
 def _will_run(entry: _Entry) -> str:

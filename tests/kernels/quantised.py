@@ -17,6 +17,13 @@ from tests.kernels.cases import MASKS, Case, Problem, _visible_and_bias, dense_a
 
 FORMAT_NAMES = tuple(FORMATS)
 
+TOLERANCE = {
+    torch.float32: 1e-5,  # codes times scales and zeros are added up apart, and partly cancel
+    torch.bfloat16: 3e-3,
+    torch.float16: 6e-4,  # rotated queries, and K of 4 bits less their zeros, have 12 bits
+}
+"""RMS ratio to allow between an answer of the Triton kernels in that dtype and the float64 one."""
+
 Dense = Literal["none", "edges"]
 """Which blocks stay in the model's dtype: none, or the first and the last one."""
 

@@ -35,9 +35,14 @@ __all__ = [
     "encode_blocks",
     "unavailable_reason",
     "unsupported_reason",
+    "unusable_reason",
     "write",
 ]
 
+LOWEST_CAPABILITY = 8, 0
+"""Of NVIDIA: the first with bfloat16 in its matrix units and copies past registers."""
+AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+"""With matrix units and 512 registers a lane; on gfx11 and gfx12 every attention kernel spills."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,11 +50,56 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def unavailable_reason() -> str | None:
     """None if Triton can be imported, otherwise a sentence."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; `pip install 'triton>=3.6'` (Linux)."
+        return (
+            "Triton is not installed. Builds of torch for CUDA and ROCm bring theirs; elsewhere on Linux: "
+            "`pip install 'hf-paged-cache[triton]'`."
+        )
     try:
         _launch()
     except Exception as error:
         return f"Triton cannot be used: {error}"
+    return None
+
+
+@cache
+def unusable_reason(device: torch.device) -> str | None:
+    """None if kernels run on a device, otherwise a sentence. The first call compiles two small ones.
+
+    What an architecture lacks shows in its kernels: below capability 8.0 they do not assemble, or spill
+    kilobytes a thread.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no memory left for a try.
+    """
+    if unavailable_reason() is not None or device.type != "cuda":
+        return unavailable_reason()
+    reason = _architecture_reason(device)
+    if reason is not None:
+        return reason
+    try:
+        reason = import_module(".probe", __package__).failure(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or a driver raises, another backend takes over
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        return (
+            f"A first kernel failed on {device}: {text[0]} Triton needs a C compiler and Python's headers "
+            "(gcc and python3-dev), and a folder to write to; `python -m hf_paged_cache doctor` tries again."
+        )
+    return reason and f"The Triton kernels cannot be trusted on {device}: {reason}"
+
+
+def _architecture_reason(device: torch.device) -> str | None:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        name = properties.gcnArchName.partition(":")[0]
+        if name not in AMD_ARCHITECTURES:
+            return f"The Triton kernels are made for {', '.join(AMD_ARCHITECTURES)}; {device} is {name}."
+    elif (properties.major, properties.minor) < LOWEST_CAPABILITY:
+        return (
+            f"The Triton kernels need capability {'.'.join(map(str, LOWEST_CAPABILITY))} or above; {device} "
+            f"({properties.name}) has {properties.major}.{properties.minor}."
+        )
     return None
 
 

@@ -30,14 +30,38 @@ from .softmax import (
     weigh,
 )
 
-__all__ = ["ADDITIVE_MASK", "BOOL_MASK", "NO_MASK", "PER_STEP_ARGUMENTS", "attend_kernel", "merge_kernel"]
+__all__ = [
+    "ADDITIVE_MASK",
+    "BOOL_MASK",
+    "NO_MASK",
+    "PER_STEP_ARGUMENTS",
+    "PER_STEP_POINTERS",
+    "attend_kernel",
+    "merge_kernel",
+]
 
-# Numbers that change from step to step: compiling for the values they happen to have would compile again and
-# again.
-PER_STEP_ARGUMENTS = ("q_tokens", "splits", "part_rows", "start", "back", "query_shift")
+# Numbers that change from step to step, and pointers whose alignment does: compiling for the values they
+# happen to have would compile again and again.
+PER_STEP_ARGUMENTS = (
+    "table_stride_b",
+    "columns",
+    "mask_stride_b",
+    "mask_stride_h",
+    "mask_stride_q",
+    "q_tokens",
+    "splits",
+    "part_rows",
+    "start",
+    "back",
+    "query_shift",
+)
+PER_STEP_POINTERS = ("mask_ptr",)
 
 
-@triton.jit(do_not_specialize=(*PER_STEP_ARGUMENTS, "columns_stride_b", "columns_used"))
+@triton.jit(
+    do_not_specialize=(*PER_STEP_ARGUMENTS, "columns_stride_b", "columns_used"),
+    do_not_specialize_on_alignment=PER_STEP_POINTERS,
+)
 def attend_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim], written if not SPLIT
     lse_ptr,  # float32 [batch, q_heads, q_tokens], the same

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import PER_STEP_ARGUMENTS
+from .attend import PER_STEP_ARGUMENTS, PER_STEP_POINTERS
 from .rotation import rotate, unrotate
 from .softmax import (
     BOOL_MASK,
@@ -36,7 +36,7 @@ def _units(x):
     return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=PER_STEP_ARGUMENTS)
+@triton.jit(do_not_specialize=PER_STEP_ARGUMENTS, do_not_specialize_on_alignment=PER_STEP_POINTERS)
 def attend_records_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim], written if not SPLIT
     lse_ptr,  # float32 [batch, q_heads, q_tokens], the same

@@ -12,8 +12,16 @@ import torch
 from .attend import attend_kernel, merge_kernel
 from .move import copy_kernel, write_kernel
 from .question import Question, last_contiguous, mask_of, on, processors
-from .tiles import Tile, choose_splits
-from .variants import INTERPRETED, attend_constants, copy_constants, merge_constants, write_constants
+from .tiles import DECODE_QUERIES, Tile, choose_splits
+from .variants import (
+    INTERPRETED,
+    attend_constants,
+    copy_constants,
+    is_new,
+    merge_constants,
+    started,
+    write_constants,
+)
 
 __all__ = [
     "INTERPRETED",
@@ -142,20 +150,29 @@ def attend(
     )  # fmt: skip
     with on(query.device):
         constants, tile = question.constants(keys, values, block_size or keys.shape[2])
+        may_split = splits is None
         if splits is None:
             programs = question.programs(keys.shape[1], tile)
             splits = choose_splits(programs, question.seen(tokens), processors(query.device))
         out, lse = question.answers(values.shape[3])
         part = question.scratch(splits, values.shape[3]) if splits > 1 else lse  # not touched without splits
-        attend_blocks(question, keys, values, constants, tile, out, lse, part, splits)
-        if splits > 1:
-            merge_kernel[question.merge_grid](
+        is_short = (
+            may_split and splits == 1 and tile.queries == DECODE_QUERIES and is_new((id(constants), "split"))
+        )
+        for compile_only in (True, False) if is_short else (False,):
+            parts = 2 if compile_only else splits
+            attend_blocks(
+                question, keys, values, constants, tile, out, lse, part, parts, compile_only=compile_only
+            )
+            if parts == 1:
+                continue
+            started(merge_kernel, question.merge_grid, compile_only=compile_only)(
                 out,
                 lse,
                 part,
                 lse if sinks is None else sinks,
                 query.shape[2],
-                splits,
+                parts,
                 **merge_constants(
                     q_heads=query.shape[1], v_head_dim=values.shape[3], sinks=sinks is not None
                 ),
@@ -176,6 +193,7 @@ def attend_blocks(
     *,
     columns: torch.Tensor | None = None,
     as_part: bool | None = None,
+    compile_only: bool = False,
 ) -> None:
     """Launch `attend_kernel` on the current device.
 
@@ -192,9 +210,11 @@ def attend_blocks(
         columns: int32 `[batch or 1, columns]`, of each row the only columns of the table to attend, -1 past
             the last: entries of slots, see `dense_entry`; others are passed over.
         as_part: Whether this is not the whole answer; None: if there are splits.
+        compile_only: Launch nothing.
     """
     q = question
-    attend_kernel[(q.programs(keys.shape[1], tile) * splits,)](
+    grid = (q.programs(keys.shape[1], tile) * splits,)
+    started(attend_kernel, grid, compile_only=compile_only)(
         out,
         lse,
         part,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=("new_tokens",))
+@triton.jit(do_not_specialize=("table_stride_b", "columns", "new_tokens"))
 def write_kernel(
     keys_ptr,
     values_ptr,
@@ -73,7 +73,8 @@ def write_kernel(
     tl.store(values_ptr + head * v_stride_h + e[None, :], values, mask=is_value)
 
 
-@triton.jit
+# Both rows of ids come in one tensor, so that where the second begins depends on their number.
+@triton.jit(do_not_specialize_on_alignment=("source_ptr", "target_ptr"))
 def copy_kernel(
     pool_ptr,
     source_ptr,  # int32 [copies], block ids

@@ -12,10 +12,14 @@ from .encode import storable
 def _flag(fault_ptr, bad):
     """Say that some of the rows `[R]` cannot be stored."""
     found = tl.max(bad.to(tl.int32), 0)
-    tl.atomic_max(fault_ptr, found, mask=found > 0)
+    # Nothing is ordered by it: the host reads it after an event of the stream.
+    tl.atomic_max(fault_ptr, found, mask=found > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=("new_tokens",))
+@triton.jit(
+    do_not_specialize=("table_stride_b", "columns", "new_tokens"),
+    do_not_specialize_on_alignment=("fault_ptr",),  # 8 bytes of each layer
+)
 def write_records_kernel(
     records_ptr,  # uint8 [num_blocks, kv_heads, nbytes]
     keys_ptr,  # the slots, in the model's dtype
@@ -196,7 +200,10 @@ def _encode_side(
         )
 
 
-@triton.jit(do_not_specialize=("end", "start"))
+@triton.jit(
+    do_not_specialize=("table_stride_b", "columns", "end", "start"),
+    do_not_specialize_on_alignment=("ids_ptr", "slots_ptr", "offsets_ptr", "fault_ptr"),
+)
 def encode_records_kernel(
     records_ptr,  # uint8 [num_blocks, heads, nbytes]
     keys_ptr,  # [rows, heads, tokens, head_dim]

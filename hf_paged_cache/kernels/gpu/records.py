@@ -22,7 +22,8 @@ from .record_variants import (
     merge_records_constants,
     write_records_constants,
 )
-from .tiles import choose_splits, splits_of
+from .tiles import DECODE_QUERIES, choose_splits, splits_of
+from .variants import is_new, started
 
 
 def write_tokens(
@@ -65,6 +66,8 @@ def write_tokens(
         check=fault is not None,
     )
     with on(records.device):
+        if dense and is_new((form, keys.dtype, "seal")):
+            _seal(form, records, keys, values, lengths, lengths, compile_only=True)
         write_records_kernel[(new_tokens, batch, -(-kv_heads // constants["H"]))](
             records,
             keys if dense else new_keys,
@@ -156,24 +159,38 @@ def seal(
     flat = records.view(records.shape[0], heads, records.shape[3])
     keys, values = (x.view(x.shape[0], heads, *x.shape[3:]) for x in (keys, values))
     with on(records.device):
-        encode_records_kernel[(len(ids), heads, 1)](
-            flat,
-            keys,
-            values,
-            ids,
-            slots,
-            ids,
-            ids,
-            *flat.stride()[:2],
-            *keys.stride()[:3],
-            *values.stride()[:3],
-            0,
-            0,
-            0,
-            0,
-            PADDED=False,
-            **encode_records_constants(form=form, seal=True, check=False),
-        )
+        _seal(form, flat, keys, values, slots, ids, compile_only=False)
+
+
+def _seal(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    compile_only: bool,
+) -> None:
+    """As `seal`, with layers and heads in one dimension; a single layer has the same strides."""
+    started(encode_records_kernel, (len(ids), records.shape[1], 1), compile_only=compile_only)(
+        records,
+        keys,
+        values,
+        ids,
+        slots,
+        ids,
+        ids,
+        *records.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        0,
+        0,
+        0,
+        0,
+        PADDED=False,
+        **encode_records_constants(form=form, seal=True, check=False),
+    )
 
 
 def attend(
@@ -240,13 +257,17 @@ def attend(
         dense_splits = _dense_splits(max(map(len, dense_columns), default=0), form.block_size)
         is_all_dense = bool(reached and dense_splits) and all(reached.issubset(row) for row in dense_columns)
         splits, part, dense_part = 0, lse, lse  # scratch that is not touched
+        constants, tile = attend_records_constants(dtype=query.dtype, form=form, **q.rules(kv_heads))
+        programs = q.programs(kv_heads, tile)
         if not is_all_dense:
-            constants, tile = attend_records_constants(dtype=query.dtype, form=form, **q.rules(kv_heads))
-            programs = q.programs(kv_heads, tile)
             splits = choose_splits(programs, q.seen(tokens), processors(query.device))
-            is_part = splits > 1 or dense_splits > 0
-            part = q.scratch(splits, form.v_head_dim) if is_part else lse
-            attend_records_kernel[(programs * splits,)](
+        is_part = splits > 1 or dense_splits > 0
+        will_be_part = tile.queries == DECODE_QUERIES and (is_all_dense or not is_part)
+        is_first = will_be_part and is_new((id(constants), "part"))
+        if splits and is_part:
+            part = q.scratch(splits, form.v_head_dim)
+        for compile_only in (*[True] * is_first, *[False] * (splits > 0)):
+            started(attend_records_kernel, (programs * splits,), compile_only=compile_only)(
                 out,
                 lse,
                 part,
@@ -263,7 +284,7 @@ def attend(
                 table.shape[1],
                 *q.numbers(splits),
                 PADDED=offsets is not None,
-                SPLIT=is_part,
+                SPLIT=is_part or compile_only,
                 **constants,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
@@ -273,12 +294,14 @@ def attend(
             dense_part = q.scratch(dense_splits, form.v_head_dim) if is_part else lse
             constants, tile = q.constants(keys, values, form.block_size)
             columns = _on_device(query.device, dense_columns)
-            attend_blocks(
-                q, keys, values, constants, tile, out, lse, dense_part, dense_splits,
-                columns=columns, as_part=is_part,
-            )  # fmt: skip
-        if splits > 1 or dense_splits > 1 or (splits and dense_splits):
-            merge_records_kernel[q.merge_grid](
+            for compile_only in (True, False) if is_first and not is_part else (False,):
+                attend_blocks(
+                    q, keys, values, constants, tile, out, lse, dense_part, dense_splits,
+                    columns=columns, as_part=is_part or compile_only, compile_only=compile_only,
+                )  # fmt: skip
+        is_merged = splits > 1 or dense_splits > 1 or (splits > 0 and dense_splits > 0)
+        for compile_only in (*[True] * (is_first and not is_merged), *[False] * is_merged):
+            started(merge_records_kernel, q.merge_grid, compile_only=compile_only)(
                 out,
                 lse,
                 part,
