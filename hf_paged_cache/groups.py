@@ -261,6 +261,12 @@ class LayerGroups:
         for group in self.all:
             group.is_writing = is_writing
 
+    def would_seal(self, new_tokens: int) -> bool:
+        """Whether blocks are encoded, for all of their layers, when so many tokens come."""
+        return any(
+            group.dense is not None and group.dense.full(group.manager, new_tokens) for group in self.all
+        )
+
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
         for group in self.all:

@@ -168,7 +168,7 @@ class CacheState:
         self.check_lost()
         if new_tokens == 0:
             raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
-        self._check_in_step(layer_idx, start)
+        self._check_in_step(layer_idx, start, new_tokens)
         self.check_chunk(new_tokens, is_warm=start > 0)
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and call is not None:
@@ -643,17 +643,23 @@ class CacheState:
             if self.tokens[index] != count and (self.tokens[index] or place >= reached > 0)
         ]
 
-    def _check_in_step(self, layer_idx: int, start: int) -> None:
+    def _unlike(self, layer_idx: int, held: int) -> CacheMismatchError:
+        return CacheMismatchError(
+            f"layer {layer_idx} holds {held} tokens per row, and the cache {self.step_end}: a forward ended "
+            "before it came to that layer (layers that were left out, an early exit). "
+            f"`cache.crop({held - self.step_end})` takes back what the layer has missed, `cache.reset()` "
+            "starts anew"
+        )
+
+    def _check_in_step(self, layer_idx: int, start: int, new_tokens: int) -> None:
         """A new step may only begin when every layer has finished the last one."""
+        left_out = next((index for index, count in self.tokens.items() if 0 < count < start), None)
+        if left_out is not None and not self.is_open and self._groups.would_seal(new_tokens):
+            raise self._unlike(left_out, self.tokens[left_out])  # whose part of a block is not there
         if start != self.step_end:
-            held = self.step_end
-            if self.is_next_in_step(layer_idx):
+            if self.is_open:
                 self.abort_step()
-            raise CacheMismatchError(
-                f"layer {layer_idx} holds {start} tokens per row while the cache holds {held}: every layer "
-                "must be updated in every forward, with the same number of tokens. `cache.reset()` starts "
-                "anew"
-            )
+            raise self._unlike(layer_idx, start)
         behind = self._behind(start) if start and self.is_open else []
         if behind:
             first = behind[0]
