@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Encod
 
 from .errors import PagedCacheError
 from .layer import PagedLayer, PagedWindowLayer
+from .padding import NO_PADDING
 
 
 def copy_into(paged: Any, other: Cache) -> None:
@@ -48,6 +49,10 @@ def copy_into(paged: Any, other: Cache) -> None:
             f"layer {last} of the other cache holds {lengths[last]} tokens per row, and others hold "
             f"{max(lengths.values())}: the forward that filled it did not reach that layer"
         )
+    padding = other._state.padding if hasattr(other, "_state") else NO_PADDING
+    if padding.unstored:
+        length = max(lengths.values())
+        paged._state.note_mask(0, length, padding.mask(length))
     with torch.no_grad():
         for index, states in enumerate(found):
             if states is not None:
@@ -56,8 +61,8 @@ def copy_into(paged: Any, other: Cache) -> None:
             if found[index] is not None and isinstance(mine, PagedWindowLayer):
                 manager = paged._state.group_of(index).manager
                 manager.first_held = max(manager.first_held, mine.get_seq_length() - layer.keys.shape[2])
-    if hasattr(other, "_state"):  # another paged cache, which may have left padding out
-        paged._state.padding = other._state.padding.stored()
+    if hasattr(other, "_state"):  # another paged cache
+        paged._state.padding = padding
         paged._state.history = other._state.history.copy()
         paged._state.owner = other._state.owner
     for mine, layer in _pairs(paged, other):

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -198,8 +199,6 @@ class LayerGroup:
             changed += moves.columns
             self._grow_slots()
         for pool in self.pools:
-            if reservation.blanks:
-                pool.blank(reservation.blanks)
             if moves is not None and pool.form is not None and (moves.copied or moves.unsealed):
                 pool.follow(moves)
             elif reservation.copies:
@@ -215,8 +214,8 @@ class LayerGroup:
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
         self.manager.crop(num_tokens)
-        if self.dense is not None:
-            self.dense.crop(-(-num_tokens // self.block_size))
+        if self._tables.offsets != self.manager.offsets:
+            self.sync_tables()
         self.set_length(num_tokens)
 
     def release_outside_window(self) -> None:
@@ -263,15 +262,17 @@ class LayerGroup:
         Raises:
             QuantisationError: It found them unfit for the layer's format.
         """
-        size, first = self.block_size, -(-start // self.block_size)
-        columns = range(first, (start + key_states.shape[2]) // size)
-        dense = () if self.dense is None else self.dense.columns
-        for column in columns:
-            rows = [row for row, table in enumerate(self.manager.tables) if table.ids[column] != NULL_BLOCK]
-            if column not in dense and rows:
-                keys = key_states[rows, :, column * size - start : (column + 1) * size - start]
-                self._judge(layer_idx, keys)
-                return
+        size, end = self.block_size, start + key_states.shape[2]
+        found: list[torch.Tensor] = []
+        for row, table in enumerate(self.manager.tables):
+            dense = () if self.dense is None else dict(self.dense.slots_of(table.ids))
+            columns = range(-(-table.token_at(start) // size), table.token_at(end) // size)
+            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in dense)
+            for column in islice(encoded, 1):
+                first = table.offset + column * size - start
+                found.append(key_states[row, :, first : first + size])
+        if found:
+            self._judge(layer_idx, torch.stack(found))
 
     def export(self, tokens: Mapping[int, int]) -> SavedGroup:
         """All that it holds, in tensors of their own, and nothing of what else lies in its blocks.
@@ -279,16 +280,16 @@ class LayerGroup:
         Args:
             tokens: Layer index -> tokens of every row that this layer has.
         """
-        columns, dense = self._columns(), self.dense
+        columns, dense = self._first_columns(), self.dense
         numbers = {block_id: number for number, block_id in enumerate(columns)} | {NULL_BLOCK: NULL_BLOCK}
         slots = {} if dense is None else dense.slots_by_id(self.manager)
         tables = self.manager.tables
         return SavedGroup(
             window=self.window,
             tables=[[numbers[block_id] for block_id in table.ids] for table in tables],
-            padding_blocks=[table.num_padding for table in tables],
+            offsets=[table.offset for table in tables],
             first_held=self.manager.first_held,
-            dense_columns=sorted({columns[block_id] for block_id in slots}),
+            dense=[numbers[block_id] for block_id in slots],
             unguarded=[index for index in self._layers if index in self._unguarded],
             layers={
                 index: self._export_layer(index, columns, slots, tokens[index]) for index in self._layers
@@ -305,7 +306,7 @@ class LayerGroup:
             return torch.tensor([*numbers], dtype=torch.long, device=device)
 
         def held(ids: Iterable[int]) -> torch.Tensor:
-            return index(max(0, min(size, tokens - columns[block_id] * size)) for block_id in ids)
+            return index(max(0, min(size, tokens - columns[block_id])) for block_id in ids)
 
         places = {block_id: block_id for block_id in columns} if form is None else slots
         where = index(places.values())
@@ -328,13 +329,13 @@ class LayerGroup:
             if form is not None and form.name != layer.format:
                 self.formats[layer_idx] = with_keys_in_int8(form)
             self.claim(layer_idx, layer.keys, layer.values)
-        ids = self.manager.adopt(saved.tables, length, saved.padding_blocks)
+        ids = self.manager.adopt(saved.tables, length, saved.offsets)
         assert ids is not None, "room was made for all blocks"
         self.manager.first_held = saved.first_held
         self._unguarded -= saved.layers.keys() - set(saved.unguarded)
         slots: list[int] = []
         if self.dense is not None:
-            slots = self.dense.adopt(self.manager, saved.dense_columns, [ids[n] for n in saved.dense])
+            slots = self.dense.adopt(self.manager, [ids[n] for n in saved.dense])
             self._grow_slots()
         for layer_idx, layer in saved.layers.items():
             _, _, blocks = self._layers[layer_idx]
@@ -410,8 +411,8 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
         """A copy with blocks of its own, of which only those in use are written."""
-        size, columns = self.block_size, self._columns()
-        held = {i: min(size, self.num_tokens - column * size) for i, column in columns.items()}
+        size = self.block_size
+        held = {i: min(size, self.num_tokens - first) for i, first in self._first_columns().items()}
         held = {i: tokens for i, tokens in held.items() if tokens > 0}
         section = Section(self.num_blocks, grows=self.section.grows)
         storages = {id(pool.storage): pool.storage.copy(self.num_blocks, [*held]) for pool in self.pools}
@@ -471,12 +472,11 @@ class LayerGroup:
 
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""
-        if self._tables.sync(self._rows, from_column):
+        if self._tables.sync(self._rows, from_column, self.manager.offsets):
             for layer_idx in self._layers:
                 self._bind(layer_idx)
-        if self.dense is not None:
-            for pool, _, blocks in self._layers.values():
-                blocks.dense_columns = self._dense_columns(pool)
+        for pool, _, blocks in self._layers.values() if self.dense is not None else ():
+            blocks.dense_columns = self._dense_columns(pool)
 
     def _rows(self, is_marked: bool) -> list[list[int]]:
         """The entries of all rows."""
@@ -492,8 +492,15 @@ class LayerGroup:
     def _has_marks(self, pool: KVPool) -> bool:
         return self.dense is not None and pool.form is not None
 
-    def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...]:
-        return () if self.dense is None or pool.form is None else (tuple(self.dense.columns),)
+    def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...] | None:
+        """As `LayerBlocks` has them; on a CPU nobody asks."""
+        dense = self.dense
+        if pool.shape.device.type == "cpu":
+            return None
+        if dense is None or pool.form is None:
+            return ()
+        rows = [tuple(c for c, _ in dense.slots_of(table.ids)) for table in self.manager.tables]
+        return tuple(rows[:1] if len(set(rows)) == 1 else rows)
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
@@ -502,6 +509,7 @@ class LayerGroup:
         blocks.native = blocks.choice = None  # first: what it points to may go
         blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
         blocks.lengths = self._tables.lengths(device)
+        blocks.offsets = self._tables.offsets_on(device)
         blocks.dense_columns = self._dense_columns(pool)
         blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
         blocks.records = None if pool.records is None else pool.records[:, place]
@@ -570,10 +578,10 @@ class LayerGroup:
     def _used_slots(self) -> list[int]:
         return [] if self.dense is None else self.dense.live_slots(self.manager)
 
-    def _columns(self) -> dict[int, int]:
-        """Block id -> its column in the tables, of all blocks that rows hold, in the order of the tables."""
+    def _first_columns(self) -> dict[int, int]:
+        """Block id -> where in the batch its first token stands, of all blocks of rows, in their order."""
         return {
-            block_id: column
+            block_id: table.offset + column * self.block_size
             for table in self.manager.tables
             for column, block_id in enumerate(table.ids)
             if block_id != NULL_BLOCK

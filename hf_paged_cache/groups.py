@@ -310,7 +310,7 @@ class LayerGroups:
                 ]
                 group.manager.check_integrity(others)
                 if group.dense is not None:
-                    group.dense.check_integrity(table.ids for table in group.manager.tables)
+                    group.dense.check_integrity()
 
     def fork(self) -> LayerGroups:
         """The same rows for another cache, by sharing their blocks."""

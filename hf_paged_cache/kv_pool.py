@@ -279,11 +279,6 @@ class KVPool:
         else:
             self.copy_slots(src, dst)
 
-    def blank(self, ids: list[int]) -> None:
-        """Fill whole blocks with zeros, as they are stored for good."""
-        for pool in (self.keys, self.values) if self.records is None else (self.records,):
-            pool[torch.tensor(ids, device=pool.device)] = 0
-
     def blank_beyond(self, held: Mapping[int, int], slots: Mapping[int, int]) -> None:
         """Leave nothing in blocks but the first tokens of each, as in a copy that is another's.
 

@@ -185,7 +185,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
         """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
 
-        Zeros stand for what is not stored: tokens outside a window, blocks of left padding.
+        Zeros stand for what is not stored: tokens outside a window, left padding.
         """
         views = self._stored_views()
         return views[0] if views else None

@@ -1,7 +1,7 @@
 """Rows that begin with padding: what of them is not stored, and at which positions their tokens stand.
 
-A batch of prompts is padded on the left, and the mask of every forward hides the padding. Blocks that hold
-nothing else are not stored, so a later mask must go on hiding it. And there are two ways to count positions:
+A batch of prompts is padded on the left, and the mask of every forward hides the padding. It is not stored,
+so a later mask must go on hiding it. And there are two ways to count positions:
 `generate` counts the tokens that the mask shows, a plain forward without `position_ids` counts padding too.
 Each is right by itself; a cache that was filled in one way and is read in the other answers wrong, row by
 row, without a sign of it. So positions of padded rows are remembered, and have to go on as they began.
@@ -117,9 +117,7 @@ class Padding:
 
     Attributes:
         tokens: Of every row, how many of its first tokens are padding; empty if no row begins with any.
-        unstored: Of every row, how many of those have no K and V. Rows that are cropped into such tokens have
-            zeros there.
-        is_left_out: Whether padding is left out; if not, all of it is stored.
+        is_left_out: Whether they have no K and V; if not, all of them are stored.
         runs: Of every row, its real tokens; empty if positions are not known.
         end: Tokens per row that `runs` tell of.
         was_generating: Whether `generate` brought them.
@@ -127,19 +125,22 @@ class Padding:
     """
 
     tokens: tuple[int, ...] = ()
-    unstored: tuple[int, ...] = ()
     is_left_out: bool = False
     runs: tuple[tuple[Run, ...], ...] = ()
     end: int = 0
     was_generating: bool = field(default=False, compare=False)
     is_settled: bool = field(default=False, compare=False)
 
-    def after(self, forward: Forward, block_size: int, *, leaves_out: bool) -> Padding:
+    @property
+    def unstored(self) -> tuple[int, ...]:
+        """Of every row, how many of its first tokens are not stored; empty if all are."""
+        return self.tokens if self.is_left_out else ()
+
+    def after(self, forward: Forward, *, leaves_out: bool) -> Padding:
         """What is to be remembered when a forward is stored.
 
         Args:
             forward: It.
-            block_size: Tokens per block.
             leaves_out: Whether padding need not be stored. Where the stack alone tells of the mask, it is.
 
         Raises:
@@ -151,16 +152,13 @@ class Padding:
             if not any(tokens):
                 return NO_PADDING
             is_left_out = leaves_out and forward.is_noted
-            known = Padding(tokens, (0,) * forward.batch, is_left_out, ((),) * forward.batch)
+            known = Padding(tokens, is_left_out, ((),) * forward.batch)
         elif self.tokens:
             if not forward.is_noted:
                 self._check_call(forward)
             known = replace(self._up_to(forward.start), tokens=self._longer(forward))
         else:
             return self
-        if known.is_left_out:
-            unstored = zip(known.unstored, known.tokens, strict=True)
-            known = replace(known, unstored=tuple(max(n, t // block_size * block_size) for n, t in unstored))
         if forward.start and not self._is_worth_waiting(forward.device, forward.new_tokens, forward.call):
             return known._up_to(forward.end)
         seen = known._at_positions(forward)
@@ -186,7 +184,6 @@ class Padding:
         return replace(
             self,
             tokens=tuple(min(n, num_tokens) for n in self.tokens),
-            unstored=tuple(min(n, num_tokens) for n in self.unstored),
             runs=tuple(
                 tuple(run._replace(end=min(run.end, num_tokens)) for run in runs if run.start < num_tokens)
                 for runs in self.runs
@@ -197,22 +194,19 @@ class Padding:
 
     def drop(self, start: int, end: int) -> Padding:
         """Without the tokens `[start, end)`, where no key knows its position."""
-        tokens, unstored = (
-            tuple(n - min(n, end) + min(n, start) for n in counts) for counts in (self.tokens, self.unstored)
-        )
-        if not any(tokens):
-            return NO_PADDING
-        return Padding(tokens, unstored)
+        tokens = tuple(n - min(n, end) + min(n, start) for n in self.tokens)
+        return Padding(tokens, self.is_left_out) if any(tokens) else NO_PADDING
 
-    def stored(self) -> Padding:
-        """For rows that store all their padding from now on, with zeros where it was left out."""
-        return replace(self, is_left_out=False) if self.tokens else self
+    def mask(self, tokens: int) -> torch.Tensor | None:
+        """The mask `[rows, tokens]` that hides what is not stored; None if all is."""
+        if not self.unstored:
+            return None
+        return torch.arange(tokens) >= torch.tensor(self.unstored)[:, None]
 
     def state_dict(self) -> dict[str, Any]:
         """The same in lists and numbers."""
         return {
             "tokens": list(self.tokens),
-            "unstored": list(self.unstored),
             "is_left_out": self.is_left_out,
             "runs": [[list(run) for run in runs] for runs in self.runs],
             "end": self.end,
@@ -222,16 +216,15 @@ class Padding:
     def from_state_dict(cls, saved: Mapping[str, Any]) -> Padding:
         """What `state_dict` was made of."""
         runs = tuple(tuple(Run(*run) for run in runs) for runs in saved["runs"])
-        return cls(tuple(saved["tokens"]), tuple(saved["unstored"]), saved["is_left_out"], runs, saved["end"])
+        return cls(tuple(saved["tokens"]), saved["is_left_out"], runs, saved["end"])
 
     def reorder(self, rows: Sequence[int]) -> Padding:
         """For rows that become copies of old ones; forgets all if none of those begins with padding."""
         tokens = tuple(self.tokens[row] for row in rows) if self.tokens else ()
         if not any(tokens):
             return NO_PADDING
-        unstored = tuple(self.unstored[row] for row in rows)
         runs = tuple(self.runs[row] for row in rows) if self.runs else ()
-        return replace(self, tokens=tokens, unstored=unstored, runs=runs, is_settled=False)
+        return replace(self, tokens=tokens, runs=runs, is_settled=False)
 
     def _check_call(self, forward: Forward) -> None:
         """Look at the mask of a forward that is known from the stack alone."""

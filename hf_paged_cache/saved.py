@@ -43,18 +43,19 @@ class SavedGroup:
     Attributes:
         window: Tokens that a query sees, or None for all.
         tables: Of every row, the numbers of its blocks, counted in the order of the tables, or NULL_BLOCK.
-        padding_blocks: Of every row, leading blocks that are not stored because they were padding.
+        offsets: Of every row, columns of the batch before it begins.
         first_held: First token that is what a forward stored.
-        dense_columns: Columns of the tables that quantised layers keep in the model's dtype.
+        dense: Numbers of the blocks that quantised layers keep in the model's dtype, in the order of
+            `SavedLayer.keys`.
         unguarded: Layers that the guard has yet to look at.
         layers: Layer index -> K and V, of the layers that have their places.
     """
 
     window: int | None
     tables: list[list[int]]
-    padding_blocks: list[int]
+    offsets: list[int]
     first_held: int
-    dense_columns: list[int]
+    dense: list[int]
     unguarded: list[int]
     layers: dict[int, SavedLayer]
 
@@ -62,12 +63,6 @@ class SavedGroup:
     def num_blocks(self) -> int:
         """Blocks that the rows hold."""
         return len({number for table in self.tables for number in table} - {NULL_BLOCK})
-
-    @property
-    def dense(self) -> list[int]:
-        """Numbers of the blocks in the dense columns, in the order of `SavedLayer.keys`."""
-        found = {table[column]: None for table in self.tables for column in self.dense_columns}
-        return [number for number in found if number != NULL_BLOCK]
 
     @property
     def encoded(self) -> list[int]:
@@ -80,7 +75,6 @@ class SavedPadding:
     """What is remembered of rows that begin with padding; see `padding.Padding`."""
 
     tokens: list[int]
-    unstored: list[int]
     is_left_out: bool
     runs: list[list[tuple[int, int, int]]]
     end: int

@@ -197,16 +197,14 @@ def _check_lengths(saved: SavedCache) -> None:
 
 def _check_padding(saved: SavedCache) -> None:
     where, padding, batch = "state_dict['padding']", saved.padding, saved.batch
-    for name in ("tokens", "unstored", "runs"):
+    for name in ("tokens", "runs"):
         rows = getattr(padding, name)
         _expect(len(rows) in (0, batch), f"{where}[{name!r}]", f"of {batch} rows or none", rows)
-    pairs = list(zip(padding.tokens, padding.unstored, strict=False))
     _expect(
-        len(padding.tokens) == len(padding.unstored)
-        and all(0 <= unstored <= tokens <= saved.length for tokens, unstored in pairs),
-        f"{where}['unstored']",
-        "no more than 'tokens', and these no more than there are",
-        padding.unstored,
+        all(0 <= tokens <= saved.length for tokens in padding.tokens),
+        f"{where}['tokens']",
+        f"0…{saved.length} of every row",
+        padding.tokens,
     )
     _expect(0 <= padding.end <= saved.length, f"{where}['end']", f"0…{saved.length}", padding.end)
     for row, runs in enumerate(padding.runs):
@@ -254,16 +252,13 @@ def _check_group(
         "a token, and the first one without a window",
         group.first_held,
     )
-    columns = group.dense_columns
-    num_columns = len(group.tables[0])
     _expect(
-        columns == sorted(set(columns))
-        and all(0 <= column < num_columns for column in columns)
-        and all(any(table[column] != NULL_BLOCK for table in group.tables) for column in columns)
-        and (not columns or any(formats.values())),
-        f"{where}['dense_columns']",
-        "columns with blocks in rising order, of quantised layers",
-        columns,
+        len(set(group.dense)) == len(group.dense)
+        and all(0 <= number < count for number in group.dense)
+        and (not group.dense or any(formats.values())),
+        f"{where}['dense']",
+        f"different blocks of {count}, of quantised layers",
+        group.dense,
     )
     _expect(group.layers.keys() <= formats.keys(), f"{where}['layers']", f"of {[*formats]}", [*group.layers])
     for index, layer in group.layers.items():
@@ -278,40 +273,33 @@ def _check_group(
 
 
 def _check_tables(saved: SavedCache, group: SavedGroup, where: str) -> None:
-    size, length, tables, padding = (
-        saved.settings.block_size,
-        saved.length,
-        group.tables,
-        group.padding_blocks,
-    )
-    num_columns = -(-length // size)
-    for name, rows in (("tables", tables), ("padding_blocks", padding)):
+    size, length, tables, offsets = saved.settings.block_size, saved.length, group.tables, group.offsets
+    for name, rows in (("tables", tables), ("offsets", offsets)):
         _expect(len(rows) == saved.batch, f"{where}[{name!r}]", f"of {saved.batch} rows", rows)
-    for row, table in enumerate(tables):
-        _expect(len(table) == num_columns, f"{where}['tables'][{row}]", f"{num_columns} blocks", table)
+    expected = saved.padding.tokens if saved.padding.is_left_out else []
+    _expect(
+        offsets == (expected or [0] * saved.batch),
+        f"{where}['offsets']",
+        f"as the padding, {expected}",
+        offsets,
+    )
     columns: dict[int, int] = {}
     first_needed = 0 if group.window is None else max(0, length - (group.window - 1))
-    fullest = tables[min(range(saved.batch), key=padding.__getitem__)]
-    unstored = saved.padding.unstored or [0] * saved.batch
-    for row, (table, blocks) in enumerate(zip(tables, padding, strict=True)):
-        _expect(
-            0 <= blocks <= min(num_columns, -(-unstored[row] // size)),
-            f"{where}['padding_blocks'][{row}]",
-            f"within the {unstored[row]} tokens of padding that are not stored",
-            blocks,
-        )
-        for column, number in enumerate(table):
-            is_outside = group.window is not None and (column + 1) * size <= first_needed
-            is_missing = column < blocks or (fullest[column] == NULL_BLOCK and is_outside)
-            is_known = columns.get(number) == column or number == len(columns)
+    for row, (table, offset) in enumerate(zip(tables, offsets, strict=True)):
+        num_blocks = -(-(length - offset) // size)
+        _expect(len(table) == num_blocks, f"{where}['tables'][{row}]", f"{num_blocks} blocks", table)
+        for place, number in enumerate(table):
+            first = offset + place * size
+            is_missing = number == NULL_BLOCK and group.window is not None and first + size <= first_needed
+            is_known = columns.get(number) == first or number == len(columns)
             _expect(
-                number == NULL_BLOCK if is_missing else is_known,
-                f"{where}['tables'][{row}][{column}]",
-                "a block of this column or the next new one; -1 for what is padding or outside of the window",
+                is_missing or is_known,
+                f"{where}['tables'][{row}][{place}]",
+                "a block of these tokens or the next new one; -1 only for what is outside of the window",
                 number,
             )
             if not is_missing:
-                columns[number] = column
+                columns[number] = first
 
 
 def _check_layer(

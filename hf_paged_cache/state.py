@@ -547,12 +547,15 @@ class CacheState:
         self.padding, self._noted = NO_PADDING, None
         self._close_step()
 
-    def replace_tail(self, start: int, behind: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+    def replace_tail(
+        self, start: int, behind: Sequence[tuple[int, torch.Tensor, torch.Tensor]], padding: Padding
+    ) -> None:
         """Cut every row down to its first tokens, and put others behind them. Part of a change.
 
         Args:
             start: Tokens that stay.
             behind: For every layer that holds tokens its index, and K and V of those that come.
+            padding: What is to be remembered of padding then.
         """
         _, keys, values = behind[0]
         self._groups.check_room_for(start, keys.shape[2], self.batch)
@@ -561,7 +564,10 @@ class CacheState:
         else:
             self._clear()
             self._open_rows(keys, values, keep_history=self.record_past)
-        self._groups.reserve(self.batch, start, keys.shape[2], keep_history=self.record_past)
+        self._groups.reserve(
+            self.batch, start, keys.shape[2], keep_history=self.record_past, padding=padding.unstored
+        )
+        self.padding = padding
         for index, keys, values in behind:
             dispatch.write(self.blocks[index], keys, values, start)
             self.tokens[index] = start + keys.shape[2]
@@ -677,7 +683,6 @@ class CacheState:
     ) -> Padding:
         """Make room in all groups. Returns what is to be remembered of padding."""
         padding = self._padding_after(start, key_states, call)
-        more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
         if not self.batch:
             self._open_rows(key_states, value_states, keep_history=keep_history)
         keep = partial(self._groups.store.keep, partial(self._save, None))
@@ -686,7 +691,7 @@ class CacheState:
             start,
             key_states.shape[2],
             keep_history=keep_history,
-            padding=more,
+            padding=padding.unstored,
             let_go=keep if start else lambda: None,
         )
         return padding
@@ -704,7 +709,7 @@ class CacheState:
             return self.padding
         forward = Forward.of(noted, start, key_states, call)
         leaves_out = not self.would_be_static(key_states.device)
-        return self.padding.after(forward, self.config.block_size, leaves_out=leaves_out)
+        return self.padding.after(forward, leaves_out=leaves_out)
 
     def _close_step(self, *, has_failed: bool = False) -> None:
         """Nothing more is written by the step; its tokens are there, or were taken back."""

@@ -29,20 +29,23 @@ class DeviceTables:
     Attributes:
         row_blocks: The same.
         tokens: Tokens of every row.
+        offsets: Of every row, columns before it begins; empty if all begin with the first.
     """
 
     def __init__(self, row_blocks: int, *, is_fixed: bool) -> None:
         self.row_blocks = row_blocks
         self.tokens = 0
+        self.offsets: tuple[int, ...] = ()
         self._is_fixed = is_fixed
         self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._lengths: dict[torch.device, RowLengths] = {}
+        self._offsets: dict[torch.device, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tables and lengths."""
         lengths = (held.on_device for held in self._lengths.values())
-        return sum(tensor.nbytes for tensor in (*self._tables.values(), *lengths))
+        return sum(t.nbytes for t in (*self._tables.values(), *lengths, *self._offsets.values()))
 
     def table(self, device: torch.device, rows_of: RowsOf, *, is_marked: bool) -> torch.Tensor:
         """The table on a device, int32 `[rows, columns]`; made if there is none."""
@@ -54,9 +57,19 @@ class DeviceTables:
         """The lengths on a device; None where kernels are told by the host."""
         return self._lengths.get(device)
 
-    def sync(self, rows_of: RowsOf, from_column: int) -> bool:
-        """Bring all tables up to date from one column on. Returns whether one had to be replaced."""
-        is_replaced = False
+    def offsets_on(self, device: torch.device) -> torch.Tensor | None:
+        """The offsets on a device, int32 `[rows]`; None if all rows begin with the batch."""
+        if self.offsets and device not in self._offsets:
+            with torch.inference_mode(False):
+                sent = torch.tensor(self.offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
+                self._offsets[device] = sent.to(device, non_blocking=True)
+        return self._offsets.get(device)
+
+    def sync(self, rows_of: RowsOf, from_column: int, offsets: tuple[int, ...]) -> bool:
+        """Bring all tables up to date from one column on. Returns whether a tensor had to be replaced."""
+        is_replaced = self.offsets != offsets
+        if is_replaced:
+            self.offsets, self._offsets = offsets, {}
         for (device, is_marked), table in tuple(self._tables.items()):
             rows = rows_of(is_marked)
             if self._fits(table, rows):
@@ -84,7 +97,7 @@ class DeviceTables:
     def copy(self) -> DeviceTables:
         """The same, in tensors of its own."""
         twin = DeviceTables(self.row_blocks, is_fixed=self._is_fixed)
-        twin.tokens = self.tokens
+        twin.tokens, twin.offsets = self.tokens, self.offsets
         twin._tables = {key: table.clone() for key, table in self._tables.items()}
         twin._lengths = {
             device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()

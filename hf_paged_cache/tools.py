@@ -202,8 +202,7 @@ class CacheTools:
             return
 
         def make() -> None:
-            state.replace_tail(start, behind)
-            state.padding = padding.drop(start, end)
+            state.replace_tail(start, behind, padding.drop(start, end))
             if ids.shape[1] == length:
                 state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
 

@@ -56,9 +56,10 @@ def _tokens_in(group: LayerGroup, layer_idx: int, length: int) -> tuple[dict[int
         if theirs is None or _place_of(theirs) != _place_of(blocks):
             continue
         tokens, size = length if member is group else member.num_tokens, blocks.block_size
-        for row in theirs.table.tolist():
-            for column in range(-(-tokens // size)):
-                entry, held = row[column], min(size, tokens - column * size)
+        for row, table in zip(theirs.table.tolist(), member.manager.tables, strict=True):
+            own = table.token_at(tokens)
+            for column in range(-(-own // size)):
+                entry, held = row[column], min(size, own - column * size)
                 if entry > NULL_BLOCK:
                     records[entry] = max(held, records.get(entry, 0))
                 elif entry < NULL_BLOCK and member is group:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK
 from hf_paged_cache.blocks.manager import BlockManager
 from hf_paged_cache.blocks.reservation import Reservation
+from hf_paged_cache.blocks.table import BlockTable
 
 
 def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:
@@ -32,7 +33,6 @@ class Moves(NamedTuple):
 class SavedSlots(NamedTuple):
     """What dense blocks were at one time, see `DenseBlocks.save`."""
 
-    columns: list[int]
     num_slots: int
     slots: dict[int, int]
     free: list[int]
@@ -41,9 +41,8 @@ class SavedSlots(NamedTuple):
 class DenseBlocks:
     """The dense blocks of one layer group: the first `sink_blocks` of every row, and its newest ones.
 
-    All rows are equally long, so it is the same columns in all tables (of a row that begins with padding, the
-    sinks are where they are in the others, and may not be stored); which slot a block has goes by its id, so
-    that rows that share a block share its slot. A block that was being filled is sealed by the first
+    A block is dense if its id has a slot, so rows that share a block share its slot; rows that begin later
+    than others have their own first blocks as sinks. A block that was being filled is sealed by the first
     reservation after it is full, not before: what a rejected draft wrote never becomes bytes.
 
     ```
@@ -62,14 +61,12 @@ class DenseBlocks:
         residual_blocks: Blocks at its end, the one being filled included; 0 where formats take single tokens.
 
     Attributes:
-        columns: The columns that are dense now, in order.
         num_slots: Slots that pools must have.
     """
 
     def __init__(self, sink_blocks: int, residual_blocks: int) -> None:
         self.sink_blocks = sink_blocks
         self.residual_blocks = residual_blocks
-        self.columns: list[int] = []
         self.num_slots = 0
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
@@ -89,80 +86,72 @@ class DenseBlocks:
             self._drop(block_id)
         self._slots = {moved.get(block_id, block_id): slot for block_id, slot in self._slots.items()}
 
-    def adopt(self, manager: BlockManager, columns: Sequence[int], ids: Sequence[int]) -> list[int]:
+    def adopt(self, manager: BlockManager, ids: Sequence[int]) -> list[int]:
         """Make blocks of rows that were adopted dense. Returns their slots."""
-        self.columns = list(columns)
         return [self._slot_for(manager, block_id) for block_id in ids]
 
     def full(self, manager: BlockManager, new_tokens: int) -> list[tuple[int, int]]:
         """Blocks to seal before new tokens are reserved, as (slot, block id)."""
-        columns = self._full_columns(manager, new_tokens)
-        ids = {table.ids[c]: None for c in columns for table in manager.tables if table.ids[c] != NULL_BLOCK}
+        ids = {table.ids[c]: None for table, c in self._full_columns(manager, new_tokens)}
         return [(self._slots[block_id], block_id) for block_id in ids]
 
     def release_full(self, manager: BlockManager, new_tokens: int) -> list[int]:
-        """Make what `full` says dense no more, and its slots free. Returns those columns."""
-        columns = self._full_columns(manager, new_tokens)
-        for _, block_id in self.full(manager, new_tokens) if columns else ():
+        """Make what `full` says dense no more, and its slots free. Returns the columns of the tables."""
+        full = self._full_columns(manager, new_tokens)
+        for block_id in {table.ids[c] for table, c in full}:
             self._drop(block_id)
-        self.columns = [column for column in self.columns if column not in columns]
-        return columns
+        return [column for _, column in full]
 
     def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
         """Give slots to what a reservation made dense."""
-        size, tables = manager.block_size, manager.tables
-        first_new = -(-reservation.start // size)
-        last = (reservation.end - 1) // size
+        size = manager.block_size
         copied: list[tuple[int, int]] = []
         unsealed: list[tuple[int, int]] = []
         changed: list[int] = []
-        for block_id in (*(target for _, target in reservation.copies), *reservation.blanks):
+        for _, block_id in reservation.copies:
             self._drop(block_id)  # of an earlier life of that block
         sources = {new: old for old, new in reservation.copies}
         # The tables name the copies by now, and the slots of what is copied have to last until then.
         left = set(sources.values())
-        if reservation.start % size and self._writes_densely(reservation.start // size):
-            column = reservation.start // size
-            for block_id in {table.ids[column]: None for table in tables if table.ids[column] != NULL_BLOCK}:
-                source = sources.get(block_id, block_id)
-                if source in self._slots and source != block_id:
-                    copied.append((self._slots[source], self._slot_for(manager, block_id, left)))
-                elif source not in self._slots:
-                    unsealed.append((source, self._slot_for(manager, block_id, left)))
-            if column not in self.columns:
-                self.columns.append(column)
+        grown = [
+            (table, table.token_at(reservation.start))
+            for table in manager.tables
+            if table.end > max(table.offset, reservation.start)
+        ]
+        for table, start in grown:
+            column = start // size
+            if not start % size or not self._writes_densely(column):
+                continue
+            block_id = table.ids[column]
+            source = sources.get(block_id, block_id)
+            if source not in self._slots:
+                unsealed.append((source, self._slot_for(manager, block_id, left)))
                 changed.append(column)
-        for column in range(first_new, last + 1):
-            is_dense = column < self.sink_blocks or column > last - self.residual_blocks
-            ids = {table.ids[column]: None for table in tables if table.ids[column] != NULL_BLOCK}
-            for block_id in ids:
-                if is_dense:
-                    self._slot_for(manager, block_id, left)
+            elif source != block_id:
+                copied.append((self._slots[source], self._slot_for(manager, block_id, left)))
+        for table, start in grown:
+            last = (table.num_tokens - 1) // size
+            for column in range(-(-start // size), last + 1):
+                if table.ids[column] == NULL_BLOCK:
+                    continue
+                if column < self.sink_blocks or column > last - self.residual_blocks:
+                    self._slot_for(manager, table.ids[column], left)
                 else:
-                    self._drop(block_id)
-            if is_dense and ids:
-                self.columns.append(column)
-        self.columns = sorted(c for c in self.columns if any(table.ids[c] != NULL_BLOCK for table in tables))
+                    self._drop(table.ids[column])
         return Moves(copied, unsealed, changed)
-
-    def crop(self, num_blocks: int) -> None:
-        """Forget the columns that rows do not have any more."""
-        self.columns = [column for column in self.columns if column < num_blocks]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.columns = []
         self._slots.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def save(self) -> SavedSlots:
         """What there is now."""
-        return SavedSlots(self.columns.copy(), self.num_slots, self._slots.copy(), self._free.copy())
+        return SavedSlots(self.num_slots, self._slots.copy(), self._free.copy())
 
     def restore(self, saved: SavedSlots) -> None:
         """Be again what was saved."""
-        self.columns, self.num_slots = saved.columns.copy(), saved.num_slots
-        self._slots, self._free = saved.slots.copy(), saved.free.copy()
+        self.num_slots, self._slots, self._free = saved.num_slots, saved.slots.copy(), saved.free.copy()
 
     def provide_rows(self, rows: int) -> None:
         """Have the slots that so many rows can need."""
@@ -174,30 +163,29 @@ class DenseBlocks:
 
     def slots_of(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """The dense columns of a row, as (column, slot)."""
-        return [
-            (column, self._slots[ids[column]])
-            for column in self.columns
-            if column < len(ids) and ids[column] != NULL_BLOCK
-        ]
+        slots = self._slots
+        return [(column, slots[block_id]) for column, block_id in enumerate(ids) if block_id in slots]
 
-    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise an AssertionError if a dense block has no slot, or two blocks have one."""
+    def check_integrity(self) -> None:
+        """Raise an AssertionError if two blocks have one slot, or one is lost."""
         slots = list(self._slots.values())
         if len({*slots, *self._free}) != self.num_slots or len(slots) + len(self._free) != self.num_slots:
             raise AssertionError(
                 f"{len(slots)} used and {len(self._free)} free slots are not the {self.num_slots} there are"
             )
-        for row, ids in enumerate(tables):
-            for column in self.columns:
-                if ids[column] != NULL_BLOCK and ids[column] not in self._slots:
-                    raise AssertionError(f"block {ids[column]} (row {row}, column {column}) has no slot")
 
-    def _full_columns(self, manager: BlockManager, new_tokens: int) -> list[int]:
+    def _full_columns(self, manager: BlockManager, new_tokens: int) -> list[tuple[BlockTable, int]]:
+        """Dense blocks that are full when so many columns come, as (row's table, column)."""
         if not self.residual_blocks:
             return []
-        last = (manager.num_tokens + new_tokens - 1) // manager.block_size
-        end = min(last - self.residual_blocks + 1, manager.num_tokens // manager.block_size)
-        return [column for column in self.columns if self.sink_blocks <= column < end]
+        size, end = manager.block_size, manager.num_tokens + new_tokens
+        found = []
+        for table in manager.tables:
+            last = (end - table.offset - 1) // size
+            stop = min(last - self.residual_blocks + 1, table.num_tokens // size)
+            ids = table.ids[:stop]
+            found += [(table, c) for c in range(self.sink_blocks, stop) if ids[c] in self._slots]
+        return found
 
     def _writes_densely(self, column: int) -> bool:
         return self.residual_blocks > 0 or column < self.sink_blocks

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
 from hf_paged_cache.blocks.pool import BlockPool
-from hf_paged_cache.blocks.reservation import Plan, Reservation
+from hf_paged_cache.blocks.reservation import Plan, Reservation, RowPlan
 from hf_paged_cache.blocks.table import BlockTable
 from hf_paged_cache.errors import PagedCacheError
 
@@ -17,8 +18,6 @@ class SavedRows(NamedTuple):
     """What a manager was at one time, see `BlockManager.save`."""
 
     tables: list[BlockTable]
-    num_sealed: int
-    fullest: int
     first_held: int
 
 
@@ -38,8 +37,15 @@ class BlockManager:
     then     reserve(1) releases both and takes 0 again: [NULL NULL NULL 2 3 0]
     ```
 
-    Rows of a batch may begin with padding. Blocks that hold nothing else are not stored either, so rows
-    differ at their beginnings; from the first block on that both store, two rows agree in which are NULL.
+    Rows of a batch may begin with padding. It is not stored, and blocks are counted from a row's first own
+    token, so rows differ in how many they have and in when one is full. All numbers of tokens that the
+    manager is given, and its `num_tokens`, count columns of the batch, padding included.
+
+    ```
+    block_size 4, reserve(9, padding=(0, 3)):
+    columns  0123 4567 8          0123 4567 8
+    row 0    [ 0    1  2 ]        row 1 ... [ 3  4 ]: columns 3456 and 78
+    ```
 
     The class is plain data and can be deep-copied.
 
@@ -73,8 +79,6 @@ class BlockManager:
         self.window = window
         self.version = self.first_held = 0
         self._tables: list[BlockTable] = []
-        self._num_sealed = 0  # leading logical blocks that need no look when full blocks are sealed
-        self._fullest = 0  # the row with the least padding: what it does not store left the window
 
     # --- questions ----------------------------------------------------------------------------------------
 
@@ -85,8 +89,14 @@ class BlockManager:
 
     @property
     def num_tokens(self) -> int:
-        """Length of every row."""
-        return self._tables[0].num_tokens if self._tables else 0
+        """Columns of the batch: the length of every row, padding included."""
+        return self._tables[0].end if self._tables else 0
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of every row, columns before it begins; empty if all begin with the first."""
+        offsets = tuple(table.offset for table in self._tables)
+        return offsets if any(offsets) else ()
 
     @property
     def tables(self) -> list[BlockTable]:
@@ -104,20 +114,21 @@ class BlockManager:
 
         Without a window.
         """
-        first = -(-num_tokens // self.block_size)
-        dropped = Counter(i for table in self._tables for i in table.ids[first:] if i != NULL_BLOCK)
+        dropped: Counter[int] = Counter()
+        wanted = copied = 0
+        for table in self._tables:
+            kept, offset = table.token_at(num_tokens), min(table.offset, num_tokens)
+            first = -(-kept // self.block_size)
+            dropped.update(block_id for block_id in table.ids[first:] if block_id != NULL_BLOCK)
+            wanted += -(-(num_tokens + num_new_tokens - offset) // self.block_size) - first
+            if kept % self.block_size:
+                copied += self.pool.ref_count(table.ids[first - 1]) > 1
         released = sum(self.pool.ref_count(block_id) == count for block_id, count in dropped.items())
-        wanted = -(-(num_tokens + num_new_tokens) // self.block_size) - first
-        partial = [table.ids[first - 1] for table in self._tables] if num_tokens % self.block_size else []
-        copied = sum(i == NULL_BLOCK or self.pool.ref_count(i) > 1 for i in partial)
-        return wanted * self.batch + copied - released
+        return wanted + copied - released
 
     def has_gap(self, start: int) -> bool:
-        """Whether a token from `start` on is not stored though it is no padding (it left the window)."""
-        if not self._tables:
-            return False
-        table = self._tables[self._fullest]
-        return NULL_BLOCK in table.ids[max(start // self.block_size, table.num_padding) :]
+        """Whether a token from column `start` on is not stored though no padding: it left the window."""
+        return any(NULL_BLOCK in t.ids[t.token_at(start) // self.block_size :] for t in self._tables)
 
     # --- life of the rows ---------------------------------------------------------------------------------
 
@@ -134,7 +145,6 @@ class BlockManager:
         if batch < 1:
             raise PagedCacheError(f"Expected batch ≥ 1, got {batch}.")
         self._tables = [BlockTable(self.block_size) for _ in range(batch)]
-        self._fullest = 0
 
     def reserve(
         self, num_new_tokens: int, *, keep_history: bool = False, padding: Sequence[int] = ()
@@ -149,8 +159,7 @@ class BlockManager:
             keep_history: Window layers only: release nothing and store every new token, so that the rows can
                 be cropped again (assisted decoding).
             padding: For every row, how many of its tokens from the first on are padding, the new ones
-                included: blocks that hold nothing else are not stored. What earlier reservations have left
-                out stays out; empty if there is no more.
+                included; a row that has begun has no more than it had. Empty if no row has more.
 
         Returns:
             What the caller has to copy and what changed; `None` when there are too few blocks, then nothing
@@ -163,14 +172,13 @@ class BlockManager:
         if not self.pool.can_allocate(plan.needed_blocks):
             return None
         start = self.num_tokens
-        changes = [*self._let_go(plan), plan.first_new]
-        copies, blanks = self._make_last_writable(plan.padded)
-        if copies or blanks:
-            changes.append(start // self.block_size)
-        self._append(num_new_tokens, plan)
-        if padding or blanks:
-            self._find_fullest()
-        return Reservation(start, start + num_new_tokens, copies, min(changes), plan.needed_blocks, blanks)
+        changed = [row.first_new for row in plan.rows if row.end_blocks > row.first_new]
+        changed += self._let_go(plan)
+        copies = self._make_last_writable(plan, changed)
+        self._append(plan)
+        end = start + num_new_tokens
+        unchanged = max(len(table.ids) for table in self._tables)
+        return Reservation(start, end, copies, min(changed, default=unchanged), plan.needed_blocks)
 
     def let_go(self, num_new_tokens: int, *, keep_history: bool, padding: Sequence[int]) -> list[int]:
         """The part of a `reserve` that gives blocks back, after which the rest can still be undone.
@@ -190,9 +198,10 @@ class BlockManager:
         self.check_crop(num_tokens)
         if num_tokens == self.num_tokens:
             return
-        dropped = [block_id for table in self._tables for block_id in table.crop(num_tokens)]
+        dropped = [i for table in self._tables for i in table.crop(table.token_at(num_tokens))]
+        for table in self._tables:
+            table.offset = min(table.offset, num_tokens)
         self.pool.release(dropped)
-        self._num_sealed = min(self._num_sealed, num_tokens // self.block_size)
         self.version += 1
 
     def check_crop(self, num_tokens: int) -> None:
@@ -212,8 +221,10 @@ class BlockManager:
         Returns:
             Whether any table entry changed.
         """
-        dropped = self._outside_window() if self._tables else []
-        self._release_dropped(dropped)
+        column = self._first_needed(self.num_tokens)
+        dropped = [i for table in self._tables for i in table.drop_before(table.token_at(column))]
+        self.pool.release(dropped)
+        self.version += bool(dropped)
         return bool(dropped)
 
     def reorder(self, row_indices: Sequence[int]) -> None:
@@ -241,14 +252,12 @@ class BlockManager:
         self.pool.share(gained)  # first, so that no block is without an owner in between
         self.pool.release(lost)
         self._tables = new
-        self._find_fullest()
         self.version += 1
 
     def fork(self) -> BlockManager:
         """Another manager with the same rows, by sharing their blocks."""
         twin = BlockManager(self.pool.num_blocks, self.block_size, self.window, pool=self.pool)
         twin._tables = [table.fork() for table in self._tables]
-        twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
         twin.first_held = self.first_held
         self.pool.share([block_id for table in twin._tables for block_id in table.stored_ids()])
         return twin
@@ -261,7 +270,7 @@ class BlockManager:
         Args:
             tables: The numbers of every row, or NULL_BLOCK.
             num_tokens: Of every row.
-            padding: Of every row, how many leading blocks are NULL because their tokens were padding.
+            padding: Of every row, how many of them are padding.
 
         Returns:
             Number -> id of the block that was taken for it, by rising numbers; `None` when there are too few,
@@ -273,13 +282,11 @@ class BlockManager:
             return None
         ids = dict(zip(numbers, taken, strict=True))
         self._tables = [
-            BlockTable(self.block_size, [ids.get(n, NULL_BLOCK) for n in table], num_tokens, 0, blocks)
-            for table, blocks in zip(tables, padding, strict=True)
+            BlockTable(self.block_size, [ids.get(n, NULL_BLOCK) for n in table], num_tokens - offset, offset)
+            for table, offset in zip(tables, padding, strict=True)
         ]
-        self._find_fullest()
         held = Counter(block_id for table in self._tables for block_id in table.stored_ids())
         self.pool.share([block_id for block_id, rows in held.items() for _ in range(rows - 1)])
-        self._num_sealed = 0
         self.version += 1
         return ids
 
@@ -288,7 +295,6 @@ class BlockManager:
         twin = BlockManager(self.pool.num_blocks, self.block_size, self.window)
         twin.version, twin.first_held = self.version, self.first_held
         twin._tables = [table.fork() for table in self._tables]
-        twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
         twin.pool = self.pool.restricted_to(table.ids for table in self._tables)
         return twin
 
@@ -316,23 +322,23 @@ class BlockManager:
     def save(self) -> SavedRows:
         """What the rows are now. Blocks that are given back later must not be filled before a `restore`."""
         tables = [table.fork() for table in self._tables]
-        return SavedRows(tables, self._num_sealed, self._fullest, self.first_held)
+        return SavedRows(tables, self.first_held)
 
     def restore(self, saved: SavedRows) -> None:
         """Be again what was saved. The pool is not told: see `BlockPool.rebuild`."""
         self._tables = [table.fork() for table in saved.tables]
-        self._num_sealed, self._fullest, self.first_held = saved.num_sealed, saved.fullest, saved.first_held
+        self.first_held = saved.first_held
         self.version += 1
 
     def forget(self) -> None:
         """Have no rows. The pool is not told."""
         self._tables = []
-        self._num_sealed = self.first_held = 0
+        self.first_held = 0
         self.version += 1
 
     def holdings(self) -> list[tuple[list[int], int]]:
         """Of every row the ids of its blocks, and how many leading ones are full for sure."""
-        return [(table.ids, self._num_sealed) for table in self._tables]
+        return [(table.ids, table.num_sealed) for table in self._tables]
 
     def check_integrity(self, other_tables: Iterable[Iterable[int]] = ()) -> None:
         """Check the pool against the rows, and the rows against each other. O(pool).
@@ -345,10 +351,10 @@ class BlockManager:
         """
         self.pool.check_integrity([*(table.ids for table in self._tables), *other_tables])
         for row, table in enumerate(self._tables):
-            if table.num_tokens != self.num_tokens or table.blocks_needed(0) != 0:
+            if table.end != self.num_tokens or table.blocks_needed(0) != 0:
                 raise AssertionError(
-                    f"Row {row} has {table.num_tokens} tokens in {len(table.ids)} blocks of"
-                    f" {self.block_size}, but row 0 has {self.num_tokens} tokens."
+                    f"Row {row} has {table.num_tokens} tokens after {table.offset} of padding, in"
+                    f" {len(table.ids)} blocks of {self.block_size}, but row 0 ends at {self.num_tokens}."
                 )
             for i, block_id in enumerate(table.ids):
                 self._check_entry(row, i, block_id)
@@ -360,149 +366,125 @@ class BlockManager:
             raise PagedCacheError("There are no rows to reserve tokens for. Call start(batch) first.")
         if num_new_tokens < 1:
             raise PagedCacheError(f"Expected num_new_tokens ≥ 1, got {num_new_tokens}.")
-        first = self._tables[0]
-        first_new, end_blocks = len(first.ids), len(first.ids) + first.blocks_needed(num_new_tokens)
-        dropped: list[int] = []
-        first_stored = first_new
-        if self.window is not None and not keep_history:
-            dropped = self._outside_window()
-            left_by_end = self._first_needed(self.num_tokens + num_new_tokens) // self.block_size
-            first_stored = max(first_new, left_by_end)
-        padded = self._padded_blocks(num_new_tokens, padding)
-        released = self._released(dropped, padded)
-        freed = sum(self.pool.ref_count(block_id) == rows for block_id, rows in released.items())
-        taken = sum(max(0, end_blocks - max(first_stored, blocks)) for blocks in padded)
-        taken += self._num_copies(padded, released)
-        return Plan(dropped, padded, first_new, first_stored, end_blocks, taken - freed)
+        end = self.num_tokens + num_new_tokens
+        offsets = self._offsets(end, padding)
+        left, left_by_end = (
+            self._first_needed(column) if not keep_history else 0 for column in (self.num_tokens, end)
+        )
+        rows = [
+            self._plan_row(table, offset, end, left, left_by_end)
+            for table, offset in zip(self._tables, offsets, strict=True)
+        ]
+        released = Counter(
+            table.ids[i] for table, row in zip(self._tables, rows, strict=True) for i in row.dropped
+        )
+        freed = sum(self.pool.ref_count(block_id) == count for block_id, count in released.items())
+        taken = sum(row.end_blocks - row.first_stored for row in rows) + self._num_copies(rows, released)
+        return Plan(rows, taken - freed)
+
+    def _offsets(self, end: int, padding: Sequence[int]) -> Sequence[int]:
+        """Where rows begin when the batch has so many columns."""
+        if not padding:
+            return [table.offset for table in self._tables]
+        fits = len(padding) == self.batch and all(
+            table.offset == tokens if table.num_tokens else table.offset <= tokens <= end
+            for table, tokens in zip(self._tables, padding, strict=True)
+        )
+        if not fits:
+            raise PagedCacheError(
+                f"Expected padding of {self.batch} rows, each 0…{end} tokens, and as before where a row has "
+                f"begun, got {list(padding)}."
+            )
+        return padding
+
+    def _plan_row(self, table: BlockTable, offset: int, end: int, left: int, left_by_end: int) -> RowPlan:
+        """Columns before `left` are in no window now, those before `left_by_end` in none after the step."""
+        size, tokens = self.block_size, end - offset
+        first_new, end_blocks = len(table.ids), -(-tokens // size)
+        first_stored = min(max(first_new, (left_by_end - offset) // size), end_blocks)
+        gone = range(table.num_dropped, table.token_at(left) // size)
+        dropped = [i for i in gone if table.ids[i] != NULL_BLOCK]
+        return RowPlan(offset, tokens - table.num_tokens, dropped, first_new, first_stored, end_blocks)
 
     def _let_go(self, plan: Plan) -> list[int]:
+        """Release what left the window. Returns logical blocks from which on entries changed."""
         self._seal_full_blocks()
-        changes = [*plan.dropped[:1], *self._release_padding(plan.padded)]
-        self._release_dropped(plan.dropped)
-        return changes
-
-    def _padded_blocks(self, num_new_tokens: int, padding: Sequence[int]) -> list[int]:
-        # A crop may have ended in the middle of a block that is not stored.
-        full = self.num_tokens // self.block_size
-        known = [min(table.num_padding, full) for table in self._tables]
-        if not padding:
-            return known
-        end = self.num_tokens + num_new_tokens
-        if len(padding) != self.batch or not all(0 <= tokens <= end for tokens in padding):
-            raise PagedCacheError(
-                f"Expected padding of {self.batch} rows, each 0…{end} tokens, got {list(padding)}."
-            )
-        return [max(blocks, tokens // self.block_size) for blocks, tokens in zip(known, padding, strict=True)]
-
-    def _outside_window(self) -> list[int]:
-        """Logical blocks that are stored and that no token from now on can attend."""
-        first = self._tables[self._fullest]
-        left = self._first_needed(self.num_tokens) // self.block_size
-        return [i for i in range(first.num_dropped, left) if first.ids[i] != NULL_BLOCK]
-
-    def _first_needed(self, num_tokens: int) -> int:
-        """The first token that a query at position `num_tokens` or later can attend."""
-        return 0 if self.window is None else max(0, num_tokens - (self.window - 1))
-
-    def _num_copies(self, padded: list[int], released: Counter[int]) -> int:
-        """Blocks that making every row's partly filled last block writable will take."""
-        if self.num_tokens % self.block_size == 0:
-            return 0
-        tables = zip(self._tables, padded, strict=True)
-        holders = Counter(table.ids[-1] for table, blocks in tables if blocks < len(table.ids))
-        blanks = holders.pop(NULL_BLOCK, 0)
-        # The last holder keeps the block, unless someone besides the rows holds it too.
-        return blanks + sum(
-            rows - (self.pool.ref_count(block_id) - released[block_id] == rows)
-            for block_id, rows in holders.items()
-        )
-
-    def _released(self, dropped: list[int], padded: list[int]) -> Counter[int]:
-        """How many rows will release a block."""
-        released: Counter[int] = Counter()
-        for table, blocks in zip(self._tables, padded, strict=True):
-            released.update(table.ids[i] for i in dropped if table.ids[i] != NULL_BLOCK)
-            if blocks > table.num_padding:
-                gone = range(table.num_padding, min(blocks, len(table.ids)))
-                released.update(table.ids[i] for i in gone if table.ids[i] != NULL_BLOCK and i not in dropped)
-        return released
-
-    def _seal_full_blocks(self) -> None:
-        num_full = self.num_tokens // self.block_size
-        for i in range(self._num_sealed, num_full):
-            for table in self._tables:
-                if table.ids[i] != NULL_BLOCK and self.pool.state(table.ids[i]) is BlockState.OPEN:
-                    self.pool.seal(table.ids[i])
-        self._num_sealed = num_full
-
-    def _release_dropped(self, dropped: list[int]) -> None:
-        if not dropped:
-            return
-        token = self._first_needed(self.num_tokens)
-        self.pool.release([block_id for table in self._tables for block_id in table.drop_before(token)])
-        self.version += 1
-
-    def _release_padding(self, padded: list[int]) -> list[int]:
-        """Stop storing blocks that turned out to be padding. Returns the first of them in each row."""
-        first: list[int] = []
         dropped: list[int] = []
-        for table, blocks in zip(self._tables, padded, strict=True):
-            if blocks > table.num_padding:
-                gone = range(table.num_padding, min(blocks, len(table.ids)))
-                first += [i for i in gone if table.ids[i] != NULL_BLOCK][:1]
-                dropped += table.drop_padding(blocks)
+        for table, row in zip(self._tables, plan.rows, strict=True):
+            if row.dropped:
+                dropped += table.drop_before((row.dropped[-1] + 1) * self.block_size)
         if dropped:
             self.pool.release(dropped)
             self.version += 1
-        return first
+        return [row.dropped[0] for row in plan.rows if row.dropped]
 
-    def _make_last_writable(self, padded: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
-        """Make every row's partly filled last block its own, where it is not padding.
+    def _first_needed(self, num_tokens: int) -> int:
+        """The first column that a query at column `num_tokens` or later can attend."""
+        return 0 if self.window is None else max(0, num_tokens - (self.window - 1))
+
+    def _num_copies(self, rows: list[RowPlan], released: Counter[int]) -> int:
+        """Blocks that making every row's partly filled last block writable will take."""
+        holders = Counter(
+            table.ids[-1]
+            for table, row in zip(self._tables, rows, strict=True)
+            if self._writes_to_last(table, row)
+        )
+        # The last holder keeps the block, unless someone else holds it too.
+        return sum(
+            count - (self.pool.ref_count(block_id) - released[block_id] == count)
+            for block_id, count in holders.items()
+        )
+
+    def _writes_to_last(self, table: BlockTable, row: RowPlan) -> bool:
+        return row.new_tokens > 0 and table.num_tokens % self.block_size > 0
+
+    def _seal_full_blocks(self) -> None:
+        for table in self._tables:
+            num_full = table.num_tokens // self.block_size
+            for block_id in table.ids[table.num_sealed : num_full]:
+                if block_id != NULL_BLOCK and self.pool.state(block_id) is BlockState.OPEN:
+                    self.pool.seal(block_id)
+            table.num_sealed = num_full
+
+    def _make_last_writable(self, plan: Plan, changed: list[int]) -> list[tuple[int, int]]:
+        """Make every row's partly filled last block its own; note which entries changed.
 
         Returns:
-            (source, destination) to be copied, and blocks to be zeroed, whose rows had stored none.
+            (source, destination) to be copied.
         """
-        if self.num_tokens % self.block_size == 0:
-            return [], []
         copies: list[tuple[int, int]] = []
-        blanks: list[int] = []
-        for table, blocks in zip(self._tables, padded, strict=True):
+        for table, row in zip(self._tables, plan.rows, strict=True):
+            if not self._writes_to_last(table, row):
+                continue
             source = table.ids[-1]
-            if blocks >= len(table.ids):
-                continue
-            if source == NULL_BLOCK:
-                blanks += self.pool.allocate(1) or []
-                table.store_last(blanks[-1])
-                continue
             destination = self.pool.make_writable(source)
             if destination is None:
                 raise AssertionError(f"Enough blocks were counted, but none is left to copy {source} to.")
             if destination != source:
                 table.ids[-1] = destination
                 copies.append((source, destination))
-        return copies, blanks
+                changed.append(len(table.ids) - 1)
+        return copies
 
-    def _append(self, num_new_tokens: int, plan: Plan) -> None:
-        firsts = [min(max(plan.first_stored, blocks), plan.end_blocks) for blocks in plan.padded]
-        wanted = sum(plan.end_blocks - first for first in firsts)
+    def _append(self, plan: Plan) -> None:
+        wanted = sum(row.end_blocks - row.first_stored for row in plan.rows)
         block_ids = self.pool.allocate(wanted)
         if block_ids is None:
             raise AssertionError(f"No {wanted} blocks were left, though enough were counted.")
         used = 0
-        for table, first in zip(self._tables, firsts, strict=True):
-            per_row = plan.end_blocks - first
-            nulls = [NULL_BLOCK] * (first - plan.first_new)
-            table.append(num_new_tokens, nulls + block_ids[used : used + per_row])
-            used += per_row
-
-    def _find_fullest(self) -> None:
-        self._fullest = min(range(self.batch), key=lambda row: self._tables[row].num_padding, default=0)
+        for table, row in zip(self._tables, plan.rows, strict=True):
+            count = row.end_blocks - row.first_stored
+            table.offset = row.offset
+            nulls = [NULL_BLOCK] * (row.first_stored - row.first_new)
+            table.append(row.new_tokens, nulls + block_ids[used : used + count])
+            used += count
 
     def _require_history(self, num_tokens: int) -> None:
-        first_needed = self._first_needed(num_tokens)
-        table, end = self._tables[self._fullest], -(-num_tokens // self.block_size)
-        stored = table.ids[max(first_needed // self.block_size, table.num_padding) : end]
-        if NULL_BLOCK in stored or first_needed < self.first_held:
+        first_needed, size = self._first_needed(num_tokens), self.block_size
+        needed = (
+            t.ids[t.token_at(first_needed) // size : -(-t.token_at(num_tokens) // size)] for t in self._tables
+        )
+        if any(NULL_BLOCK in ids for ids in needed) or first_needed < self.first_held:
             raise PagedCacheError(
                 f"Cannot crop to {num_tokens} tokens: history was released. The window of {self.window}"
                 f" tokens needs {first_needed}…{num_tokens - 1}, and not all of them are stored any more."
@@ -510,15 +492,10 @@ class BlockManager:
             )
 
     def _check_entry(self, row: int, i: int, block_id: int) -> None:
-        table, fullest = self._tables[row], self._tables[self._fullest]
-        is_padding = i < table.num_padding
-        if (block_id == NULL_BLOCK) != (is_padding or fullest.ids[i] == NULL_BLOCK):
-            raise AssertionError(
-                f"Logical block {i} is stored in only one of the rows {self._fullest} and {row}."
-            )
-        if block_id == NULL_BLOCK and self.window is None and not is_padding:
+        if block_id == NULL_BLOCK and self.window is None:
             raise AssertionError(f"Logical block {i} of row {row} is not stored, but there is no window.")
-        if block_id != NULL_BLOCK and i < self._num_sealed and self.pool.state(block_id) is BlockState.OPEN:
+        is_sealed = i < self._tables[row].num_sealed
+        if block_id != NULL_BLOCK and is_sealed and self.pool.state(block_id) is BlockState.OPEN:
             raise AssertionError(f"Block {block_id} (row {row}, logical block {i}) is full but still open.")
 
 
@@ -526,11 +503,8 @@ def _count_changes(
     before: BlockTable | None, after: BlockTable | None, gained: list[int], lost: list[int]
 ) -> None:
     """Note the ids that a row gains and loses when its table is replaced."""
-    if before is None or after is None:
-        gained.extend(after.stored_ids() if after else [])
-        lost.extend(before.stored_ids() if before else [])
-        return
-    for old_id, new_id in zip(before.ids, after.ids, strict=True):
+    ids = (table.ids if table else [] for table in (before, after))
+    for old_id, new_id in zip_longest(*ids, fillvalue=NULL_BLOCK):
         if old_id != new_id:
             gained += [new_id] if new_id != NULL_BLOCK else []
             lost += [old_id] if old_id != NULL_BLOCK else []

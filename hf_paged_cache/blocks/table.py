@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hf_paged_cache.blocks.block import NULL_BLOCK
 from hf_paged_cache.errors import PagedCacheError
@@ -13,9 +13,13 @@ from hf_paged_cache.errors import PagedCacheError
 class BlockTable:
     """Logical block i of a sequence → block id; token t lies in logical block `t // block_size`.
 
+    A sequence may begin later than the batch it stands in, whose columns before it are padding. It counts its
+    own tokens only.
+
     ```
-    block_size 4    tokens  0123 4567 89
-                    ids     [ 7,   2,  5]        num_tokens 10, slot of token 9 = (5, 1)
+    block_size 4    columns 012 3456 789a bc
+                    tokens  ... 0123 4567 89     offset 3
+                    ids         [ 7,   2,  5]    num_tokens 10, slot of token 9 = (5, 1)
     ```
 
     Holds no references: whoever puts ids in or takes them out shares and releases them in the pool.
@@ -24,19 +28,30 @@ class BlockTable:
         block_size: Tokens per block.
         ids: One id for each started block; NULL_BLOCK where the tokens are not stored.
         num_tokens: Length of the sequence, stored or not.
+        offset: Columns of the batch before the sequence begins.
+        num_dropped: Leading blocks known to be NULL: `drop_before` need not look at them again.
+        num_sealed: Leading blocks that need no look when full blocks are sealed.
     """
 
     block_size: int
     ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    offset: int = 0
     num_dropped: int = 0
-    """Leading blocks known to be NULL: `drop_before` need not look at them again."""
-    num_padding: int = 0
-    """Leading blocks that are NULL because their tokens were padding."""
+    num_sealed: int = 0
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise PagedCacheError(f"Expected block_size ≥ 1, got {self.block_size}.")
+
+    @property
+    def end(self) -> int:
+        """Columns of the batch, with those before the sequence begins."""
+        return self.offset + self.num_tokens
+
+    def token_at(self, column: int) -> int:
+        """The first token at a column of the batch or after it."""
+        return max(0, column - self.offset)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """How many ids `append` wants for so many new tokens."""
@@ -74,26 +89,8 @@ class BlockTable:
         del self.ids[num_blocks:]
         self.num_tokens = num_tokens
         self.num_dropped = min(self.num_dropped, num_blocks)
-        self.num_padding = min(self.num_padding, num_blocks)
+        self.num_sealed = min(self.num_sealed, num_tokens // self.block_size)
         return dropped
-
-    def drop_padding(self, num_blocks: int) -> list[int]:
-        """Do not store the first `num_blocks` blocks, started or not; those that `append` adds must be NULL.
-
-        Returns:
-            The ids that were dropped, in order.
-        """
-        started = min(num_blocks, len(self.ids))
-        dropped = [block_id for block_id in self.ids[self.num_padding : started] if block_id != NULL_BLOCK]
-        self.ids[self.num_padding : started] = [NULL_BLOCK] * (started - self.num_padding)
-        self.num_padding = num_blocks
-        return dropped
-
-    def store_last(self, block_id: int) -> None:
-        """Give the last block, which was not stored, an id."""
-        self.ids[-1] = block_id
-        before = len(self.ids) - 1
-        self.num_dropped, self.num_padding = min(self.num_dropped, before), min(self.num_padding, before)
 
     def drop_before(self, token: int) -> list[int]:
         """Stop storing the blocks that lie wholly before a token; their entries become NULL_BLOCK.
@@ -115,9 +112,7 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A second sequence with the same blocks so far. The caller shares `stored_ids()` in the pool."""
-        return BlockTable(
-            self.block_size, self.ids.copy(), self.num_tokens, self.num_dropped, self.num_padding
-        )
+        return replace(self, ids=self.ids.copy())
 
     def stored_ids(self) -> list[int]:
         """The ids without NULL ones, in order."""

@@ -5,99 +5,83 @@ from __future__ import annotations
 import pytest
 
 from hf_paged_cache.blocks import NULL_BLOCK as N
-from hf_paged_cache.blocks import DenseBlocks, Reservation
+from hf_paged_cache.blocks import BlockManager, DenseBlocks, Reservation
 from hf_paged_cache.errors import PagedCacheError
 from tests.blocks.rows import ids, snapshot, started
 
 
-def test_blocks_of_padding_alone_are_not_stored():
+def test_blocks_are_counted_from_a_row_s_first_own_token():
     manager = started(20, 4)
-    assert manager.blocks_needed(9, padding=(0, 3, 4, 9)) == 3 + 3 + 2 + 1
-    assert manager.reserve(9, padding=(0, 3, 4, 9)) == Reservation(0, 9, [], 0, 9)
-    assert ids(manager) == [[0, 1, 2], [3, 4, 5], [N, 6, 7], [N, N, 8]]
-    assert manager.reserve(4) == Reservation(9, 13, [], 3, 4)  # what was left out stays out
-    assert ids(manager) == [[0, 1, 2, 9], [3, 4, 5, 10], [N, 6, 7, 11], [N, N, 8, 12]]
-    assert manager.version == 0
+    assert manager.blocks_needed(9, padding=(0, 3, 4, 9)) == 3 + 2 + 2 + 0
+    assert manager.reserve(9, padding=(0, 3, 4, 9)) == Reservation(0, 9, [], 0, 7)
+    assert ids(manager) == [[0, 1, 2], [3, 4], [5, 6], []]
+    assert manager.reserve(4) == Reservation(9, 13, [], 0, 1 + 1 + 1 + 1)
+    assert ids(manager) == [[0, 1, 2, 7], [3, 4, 8], [5, 6, 9], [10]]
+    assert [table.num_tokens for table in manager.tables] == [13, 10, 9, 4]
+    assert (manager.version, manager.num_tokens) == (0, 13)
 
 
-def test_a_row_that_is_padding_to_a_blocks_edge_stores_nothing():
-    manager = started(4, 2)
-    manager.reserve(8, padding=(0, 8))
-    assert ids(manager) == [[0, 1], [N, N]]
-    assert manager.reserve(1) == Reservation(8, 9, [], 2, 2)
-    assert ids(manager) == [[0, 1, 2], [N, N, 3]]
+def test_a_row_that_is_all_padding_goes_on_with_it_and_stores_nothing():
+    manager = started(5, 2)
+    assert manager.reserve(6, padding=(0, 6)) == Reservation(0, 6, [], 0, 2)
+    assert manager.reserve(1, padding=(0, 7)) == Reservation(6, 7, [], 2, 0)
+    assert ids(manager) == [[0, 1], []]
+    assert manager.reserve(6, padding=(0, 9)) == Reservation(7, 13, [], 0, 2 + 1)
+    assert ids(manager) == [[0, 1, 2, 3], [4]]
 
 
-def test_a_block_that_turns_out_to_be_padding_is_given_back():
-    manager = started(8, 2)
-    manager.reserve(6, padding=(0, 6))
-    assert ids(manager) == [[0, 1], [N, 2]]
-    assert manager.blocks_needed(7, padding=(0, 9)) == 4 - 1 - 0
-    reservation = manager.reserve(7, padding=(0, 9))
-    assert ids(manager) == [[0, 1, 2, 3], [N, N, 4, 5]]
-    assert (reservation.changed_from, reservation.needed_blocks, reservation.blanks) == (1, 3, [])
-    assert manager.pool.num_free == 2  # block 2 among them
-    assert manager.version == 1
-
-
-def test_a_shared_block_that_is_padding_in_one_row_only_stays_with_the_other():
-    manager = started(8, 1)
-    manager.reserve(3, padding=(3,))
-    manager.reorder([0, 0])
-    reservation = manager.reserve(3, padding=(3, 5))
-    # Row 1 gives block 0 up, so that row 0 is its last holder and nothing has to be copied.
-    assert (reservation.copies, reservation.needed_blocks) == ([], 2)
-    assert ids(manager) == [[0, 1], [N, 2]]
-
-
-def test_a_row_cropped_into_its_padding_gets_a_blank_block():
+def test_a_row_cropped_into_its_padding_is_empty():
     manager = started(9, 3)
     manager.reserve(14, padding=(0, 8, 13))
-    assert ids(manager) == [[0, 1, 2, 3], [N, N, 4, 5], [N, N, N, 6]]
+    assert ids(manager) == [[0, 1, 2, 3], [4, 5], [6]]
     manager.crop(7)
-    assert ids(manager) == [[0, 1], [N, N], [N, N]]
-    # Row 2 goes on with padding, so its second block is none that has to be there.
-    assert manager.blocks_needed(2, padding=(0, 7, 9)) == 1 + 2 + 1
-    reservation = manager.reserve(2, padding=(0, 7, 9))
-    assert reservation.blanks == [ids(manager)[1][1]]
-    assert [[i == N for i in row] for row in ids(manager)] == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
-    assert reservation.changed_from == 1
-    manager.crop(6)
-    assert manager.reserve(1).blanks == [ids(manager)[2][1]]
-    manager.crop(5)
-    assert manager.reserve(2).blanks == []
+    assert ids(manager) == [[0, 1], [], []]
+    assert [table.offset for table in manager.tables] == [0, 7, 7]
+    assert manager.reserve(2, padding=(0, 7, 9)) == Reservation(7, 9, [], 0, 2)
+    assert [table.num_tokens for table in manager.tables] == [9, 2, 0]
 
 
-def test_a_window_drops_what_padding_left():
+def test_rows_are_sealed_when_their_own_blocks_are_full():
+    manager = started(9, 2)
+    manager.reserve(9, padding=(0, 2))
+    manager.reserve(1)
+    assert [manager.pool.state(i).name for row in ids(manager) for i in row] == [
+        *("SEALED", "SEALED", "OPEN"),
+        *("SEALED", "OPEN"),
+    ]
+
+
+def test_a_window_drops_by_columns_and_whole_own_blocks():
     manager = started(20, 3, window=6)
     manager.reserve(12, keep_history=True, padding=(0, 5, 9))
-    assert ids(manager) == [[0, 1, 2], [N, 3, 4], [N, N, 5]]
+    assert ids(manager) == [[0, 1, 2], [3, 4], [5]]
     assert not manager.has_gap(0)
-    reservation = manager.reserve(4)  # needs the tokens from 7 on
-    assert ids(manager) == [[N, 1, 2, 0], [N, 3, 4, 6], [N, N, 5, 7]]
-    assert reservation.needed_blocks == 3 - 1
+    manager.reserve(5)  # the first new query needs columns from 7 on: token 2 of row 1
+    assert ids(manager) == [[N, 1, 2, 0, 6], [3, 4, 7], [5, 8]]
     assert manager.has_gap(0)
     assert not manager.has_gap(4)
-    manager.reserve(12)  # longer than the window
-    assert [row[:5] for row in ids(manager)] == [[N, N, 2, 0, N], [N, N, 4, 6, N], [N, N, 5, 7, N]]
+    manager.reserve(12)  # longer than the window: columns from 24 on are needed then
+    assert ids(manager)[0][:6] == [N, N, N, 0, 6, N]
+    assert ids(manager)[1][:4] == [N, 4, 7, N]
+    assert ids(manager)[2][:3] == [5, 8, N]
     assert manager.has_gap(16)
-    assert not manager.has_gap(20)
+    assert not manager.has_gap(24)
 
 
-def test_a_crop_asks_for_the_window_of_the_fullest_row_only():
+def test_a_crop_asks_for_the_windows_of_all_rows():
     manager = started(20, 2, window=4)
     manager.reserve(12, keep_history=True, padding=(0, 11))
     manager.check_crop(5)
     manager.reorder([1])
     manager.crop(5)
-    assert ids(manager) == [[N, N]]
-    manager.reserve(12)
+    assert ids(manager) == [[]]
+    manager.reserve(12, padding=(5,))
     with pytest.raises(PagedCacheError, match="history was released"):
         manager.check_crop(12)
 
 
 @pytest.mark.parametrize("padding", [(1,), (1, 2, 3), (-1, 0), (0, 6)])
-def test_padding_that_does_not_fit_changes_nothing(padding):
+def test_padding_that_does_not_fit_changes_nothing(padding: tuple[int, ...]):
     manager = started(6, 2)
     before = snapshot(manager)
     with pytest.raises(PagedCacheError, match=r"Expected padding of 2 rows, each 0…5 tokens"):
@@ -105,13 +89,18 @@ def test_padding_that_does_not_fit_changes_nothing(padding):
     assert snapshot(manager) == before
 
 
+def test_a_row_that_has_begun_has_no_more_padding():
+    manager = started(6, 2)
+    manager.reserve(5, padding=(0, 4))
+    with pytest.raises(PagedCacheError, match="as before where a row has begun"):
+        manager.reserve(1, padding=(0, 5))
+
+
 def test_too_few_blocks_change_nothing():
     manager = started(5, 2)
     manager.reserve(6, padding=(0, 6))
     before = snapshot(manager)
-    assert (
-        manager.reserve(11, padding=(0, 8)) is None
-    )  # 5 more for row 0 and 2 for row 1, but 1 is given back
+    assert manager.reserve(11, padding=(0, 8)) is None  # 3 more for row 0 and 3 for row 1
     assert snapshot(manager) == before
 
 
@@ -119,34 +108,42 @@ def test_copies_of_padded_rows_share_what_is_stored():
     manager = started(9, 3)
     manager.reserve(10, padding=(0, 4, 9))
     manager.reorder([2, 1, 1, 0])
-    assert ids(manager) == [[N, N, 5], [N, 3, 4], [N, 3, 4], [0, 1, 2]]
+    assert ids(manager) == [[5], [3, 4], [3, 4], [0, 1, 2]]
     assert manager.reserve(1).copies == [(4, 6)]
     manager.reset()
     assert manager.pool.num_free == 9
 
 
-def test_dense_columns_are_those_of_rows_that_store_them():
+def test_rows_of_somebody_else_are_adopted_with_their_padding():
+    manager = BlockManager(9, 4)
+    manager.adopt([[0, 1], [2]], 6, (0, 3))
+    assert [(table.offset, table.num_tokens) for table in manager.tables] == [(0, 6), (3, 3)]
+    manager.check_integrity()
+
+
+def test_sinks_and_open_blocks_are_those_of_each_row():
     manager, dense = started(20, 2), DenseBlocks(1, 1)
     dense.provide_rows(2)
 
-    def reserve(tokens: int, padding: tuple[int, ...] = ()) -> Reservation:
+    def reserve(tokens: int, padding: tuple[int, ...] = ()) -> list[list[int]]:
+        full = dense.full(manager, tokens)
         dense.release_full(manager, tokens)
         reservation = manager.reserve(tokens, padding=padding)
         assert reservation is not None
-        moves.append(dense.follow(manager, reservation))
-        dense.check_integrity(table.ids for table in manager.tables)
-        return reservation
+        dense.follow(manager, reservation)
+        dense.check_integrity()
+        sealed.append([block_id for _, block_id in full])
+        return [[column for column, _ in dense.slots_of(table.ids)] for table in manager.tables]
 
-    moves: list = []
-    reserve(14, (4, 13))
-    assert ids(manager) == [[N, 0, 1, 2], [N, N, N, 3]]
-    assert dense.columns == [3]  # nobody stores the sinks
-    manager.reorder([0, 1])
-    manager.crop(11)
-    dense.crop(3)
-    reservation = reserve(1)
-    (blank,) = reservation.blanks
-    assert ids(manager) == [[N, 0, 1], [N, N, blank]]
-    # Both had no slot: the record of the one, and the zeros of the other, become dense.
-    assert [source for source, _ in moves[-1].unsealed] == [1, blank]
-    assert dense.columns == [2]
+    sealed: list[list[int]] = []
+    assert reserve(15, (0, 4)) == [[0, 3], [0, 2]]  # 15 and 11 tokens
+    assert reserve(1) == [[0, 3], [0, 2]]
+    assert reserve(1) == [[0, 4], [0, 3]]  # both have filled a block
+    assert sealed == [[], [], [3, 6]]
+    manager, dense = started(20, 2), DenseBlocks(1, 1)
+    dense.provide_rows(2)
+    sealed.clear()
+    assert reserve(12, (0, 5)) == [[0, 2], [0, 1]]  # 12 and 7 tokens
+    assert reserve(1) == [[0, 3], [0, 1]]
+    assert reserve(1) == [[0, 3], [0, 2]]
+    assert sealed == [[], [2], [4]]

@@ -2,7 +2,8 @@
 
 The test plays the part of the tensors: it writes a token that is unique in the run into every slot that is
 reserved and makes the copies it is told to make. Whatever a table says is stored must read back as the row's
-own list has it. So a block that is released too early, or not copied, shows up as a wrong token.
+own list has it, in which padding has no part. So a block that is released too early, or not copied, shows up
+as a wrong token.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_paged_cache.blocks import NULL_BLOCK, BlockManager
 from hf_paged_cache.errors import PagedCacheError
-
-BLANK = -3  # what a slot holds that was zeroed
 
 started = precondition(lambda self: self.rows)
 
@@ -35,14 +34,18 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         self.manager.start(batch)
         self.rows: list[list[int]] = [[] for _ in range(batch)]
         self.padding = [0] * batch
-        self.lost = [0] * batch  # of the padding, what is certainly not stored
         self.memory: dict[tuple[int, int], int] = {}
         self.held: list[tuple[list[int], dict[tuple[int, int], int]]] = []  # ids and their content
         self.tokens = itertools.count()
 
-    def first_needed(self) -> int:
-        window = self.manager.window
-        return 0 if window is None else max(0, len(self.rows[0]) - window + 1)
+    @property
+    def length(self) -> int:
+        return self.padding[0] + len(self.rows[0])
+
+    def first_needed(self, row: int, length: int | None = None) -> int:
+        """The first token of a row that is in the window of the one at column `length`."""
+        window, length = self.manager.window, self.length if length is None else length
+        return 0 if window is None else max(0, length - window + 1 - self.padding[row])
 
     def available(self) -> int:
         return self.manager.pool.num_free + self.manager.pool.num_pending
@@ -51,8 +54,7 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         """Rows that are nothing but padding so far may go on with it."""
         if not data.draw(st.booleans()):
             return ()
-        length = len(self.rows[0])
-        more = [data.draw(st.integers(0, count)) if p == length else 0 for p in self.padding]
+        more = [0 if tokens else data.draw(st.integers(0, count)) for tokens in self.rows]
         return tuple(p + m for p, m in zip(self.padding, more, strict=True))
 
     def reserve_checked(self, count, keep_history, padding=()):
@@ -71,31 +73,24 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         changed = reservation.changed_from
         pairs = list(zip(before.tables, manager.tables, strict=True))
         assert all(old.ids[:changed] == new.ids[:changed] for old, new in pairs)
-        assert changed >= len(pairs[0][0].ids) or any(
-            old.ids[changed] != new.ids[changed] for old, new in pairs
+        assert changed >= max(len(old.ids) for old, _ in pairs) or any(
+            old.ids[changed:] != new.ids[changed:] for old, new in pairs
         )
         lost = any(
             NULL_BLOCK in new.ids[i : i + 1] for o, new in pairs for i, b in enumerate(o.ids) if b >= 0
         )
         assert (manager.version > before.version) == lost
+        starts = [self.first_needed(row) for row in range(len(self.rows))]
         if padding:
             self.padding = list(padding)
-            size = manager.block_size
-            self.lost = [max(n, p // size * size) for n, p in zip(self.lost, padding, strict=True)]
-        for table, lost in zip(manager.tables, self.lost, strict=True):
+        assert [table.offset for table in manager.tables] == self.padding
+        for table, tokens, start in zip(manager.tables, self.rows, starts, strict=True):
             # The first new query still sees its window.
-            history = table.slots(max(self.first_needed(), lost), max(reservation.start, lost))
+            history = table.slots(min(start, len(tokens)), len(tokens))
             assert NULL_BLOCK not in [block_id for block_id, _ in history]
-        assert not any(
-            table.ids[i] != NULL_BLOCK
-            for table, p in zip(manager.tables, padding, strict=bool(padding))
-            for i in range(p // manager.block_size)
-        )
         return reservation
 
     def prepare(self, reservation):
-        for block_id in reservation.blanks:
-            self.memory |= {(block_id, slot): BLANK for slot in range(self.manager.block_size)}
         for source, destination in reservation.copies:
             for slot in range(self.manager.block_size):
                 self.memory[destination, slot] = self.memory.get((source, slot), -1)
@@ -111,8 +106,8 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         if reservation is not None:
             self.prepare(reservation)
             for row, tokens in enumerate(self.rows):
-                values = [next(self.tokens) for _ in range(count)]
-                self.write(row, reservation.start, values)
+                values = [next(self.tokens) for _ in range(reservation.end - self.padding[row] - len(tokens))]
+                self.write(row, len(tokens), values)
                 tokens.extend(values)
 
     @started
@@ -122,26 +117,24 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         if reservation is not None:
             self.prepare(reservation)
             if used:
-                for row in range(len(self.rows)):
-                    self.write(row, reservation.start, [-2] * count)
+                for row, tokens in enumerate(self.rows):
+                    self.write(row, len(tokens), [-2] * (reservation.end - self.padding[row] - len(tokens)))
             self.manager.crop(reservation.start)
-            self.cut_padding(reservation.start)
-
-    def cut_padding(self, length):
-        self.padding, self.lost = ([min(n, length) for n in part] for part in (self.padding, self.lost))
+            self.padding = [min(n, reservation.start) for n in self.padding]
 
     @started
     @rule(data=st.data())
     def crop(self, data):
-        length = data.draw(st.just(0) | st.integers(0, len(self.rows[0])))
-        first = 0 if self.manager.window is None else max(0, length - self.manager.window + 1)
-        version = self.manager.version
+        before = self.length
+        length = data.draw(st.just(0) | st.integers(0, before))
+        version, size = self.manager.version, self.manager.block_size
+        kept = [max(0, length - n) for n in self.padding]
         # A started last block must be there too, so that the next token has a place.
-        first = min(first, length - length % self.manager.block_size)
+        firsts = [min(self.first_needed(row, length), n - n % size) for row, n in enumerate(kept)]
         if any(
             block_id == NULL_BLOCK
-            for table, lost in zip(self.manager.tables, self.lost, strict=True)
-            for block_id, _ in table.slots(first, length)[max(0, lost - first) :]
+            for table, first, n in zip(self.manager.tables, firsts, kept, strict=True)
+            for block_id, _ in table.slots(first, n)
         ):
             with pytest.raises(PagedCacheError, match="history was released"):
                 self.manager.crop(length)
@@ -150,9 +143,9 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         self.manager.check_crop(length)
         assert self.manager.version == version
         self.manager.crop(length)
-        assert (self.manager.version > version) == (length < len(self.rows[0]))
-        self.rows = [tokens[:length] for tokens in self.rows]
-        self.cut_padding(length)
+        assert (self.manager.version > version) == (length < before)
+        self.rows = [tokens[:n] for tokens, n in zip(self.rows, kept, strict=True)]
+        self.padding = [min(n, length) for n in self.padding]
 
     @started
     @rule(data=st.data())
@@ -164,7 +157,6 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         assert (self.manager.version > version) == (sources != list(range(last + 1)))
         self.rows = [list(self.rows[source]) for source in sources]
         self.padding = [self.padding[source] for source in sources]
-        self.lost = [self.lost[source] for source in sources]
 
     @started
     @rule()
@@ -173,8 +165,9 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         changed = self.manager.release_outside_window()
         assert changed == (self.manager.version > version)
         assert changed or self.manager.pool.num_free == free
-        table, block_size = self.manager.tables[0], self.manager.block_size
-        assert all(block_id == NULL_BLOCK for block_id in table.ids[: self.first_needed() // block_size])
+        for row, table in enumerate(self.manager.tables):
+            outside = self.first_needed(row) // self.manager.block_size
+            assert all(block_id == NULL_BLOCK for block_id in table.ids[:outside])
 
     @started
     @rule(later=st.booleans(), batch=st.integers(1, 3))
@@ -182,7 +175,7 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         self.manager.reset(later=later)
         self.manager.start(batch)
         self.rows = [[] for _ in range(batch)]
-        self.padding, self.lost = [0] * batch, [0] * batch
+        self.padding = [0] * batch
 
     @started
     @rule(data=st.data())
@@ -209,13 +202,11 @@ class ManagerAgainstLists(RuleBasedStateMachine):
             return
         self.manager.check_integrity(block_ids for block_ids, _ in self.held)
         assert self.manager.batch == len(self.rows)
-        for table, tokens, lost in zip(self.manager.tables, self.rows, self.lost, strict=True):
+        for row, (table, tokens) in enumerate(zip(self.manager.tables, self.rows, strict=True)):
             assert table.num_tokens == len(tokens)
             for token, slot in enumerate(table.slots(0, len(tokens))):
                 if slot[0] == NULL_BLOCK:
-                    assert token < max(self.first_needed(), lost)
-                elif token < lost:
-                    assert self.memory[slot] == BLANK
+                    assert token < self.first_needed(row)
                 else:
                     assert self.memory[slot] == tokens[token]
         for _, content in self.held:
