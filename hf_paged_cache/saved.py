@@ -6,8 +6,10 @@ which part of it is wrong; whether the parts agree with each other and with a ca
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from hashlib import blake2b
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -132,6 +134,7 @@ class SavedCache:
         padding: What is remembered of rows that begin with padding.
         groups: One per window; none without rows.
         hosts: Attributes of the layers (and parts of them) that are of the host's own classes.
+        checksum: Of all the rest.
     """
 
     version: int
@@ -145,6 +148,7 @@ class SavedCache:
     padding: SavedPadding
     groups: list[SavedGroup]
     hosts: list[dict[str, Any]]
+    checksum: str = ""
 
 
 def plain(value: Any) -> Any:
@@ -154,6 +158,30 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if type(value) is list else value
+
+
+def checksum(contents: Mapping[str, Any]) -> str:
+    """What tells a saved cache, as a plain dict, from one that was cut or changed."""
+    digest = blake2b(digest_size=16)
+    _feed({name: value for name, value in contents.items() if name != "checksum"}, digest.update)
+    return digest.hexdigest()
+
+
+def _feed(value: Any, update: Callable[[Any], None]) -> None:
+    if isinstance(value, torch.Tensor):
+        update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        update(f"{len(value)} items ".encode())
+        for key in sorted(value, key=repr):
+            update(f"{key!r}: ".encode())
+            _feed(value[key], update)
+    elif isinstance(value, list | tuple):
+        update(f"{len(value)} of ".encode())
+        for item in value:
+            _feed(item, update)
+    elif not isinstance(value, torch.device):  # where tensors are may change when they are read
+        update(f"{value!r} ".encode())
 
 
 def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:

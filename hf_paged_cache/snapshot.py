@@ -6,9 +6,8 @@ tokens (of whoever had them before, of tokens that were cropped) is written as z
 is the whole of it.
 
 Loading looks at everything first: each part has its type and size, the parts agree with each other and with
-the cache, and no size goes beyond the tensors that are really there. Then contents are put beside those that
-the cache has, and take their place in one go. What is not looked at is what K, V, ids and recurrent states
-say, and which shape a model gives the latter beyond their rows: bytes are bytes.
+the cache, no size goes beyond the tensors that are really there, and a checksum of all of it is right. Then
+contents are put beside those that the cache has, and take their place in one go.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from .saved import (
     SavedLayer,
     SavedPadding,
     SavedSettings,
+    checksum,
     damaged,
     is_whole,
     parse,
@@ -64,7 +64,7 @@ def take(state: CacheState, hosts: HostParts) -> dict[str, Any]:
             hosts=[_copied(_plain_attributes(vars(part))) for part in hosts.parts],
         )
     )
-    return taken
+    return taken | {"checksum": checksum(taken)}
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,14 @@ def checked(state: CacheState, hosts: HostParts, state_dict: object) -> Contents
         for index, group in enumerate(saved.groups):
             layers = {i: form for i, form in formats.items() if specs[i].window == group.window}
             _check_group(saved, group, layers, f"state_dict['groups'][{index}]")
+    parts = _checked_parts(hosts, saved)
+    found = checksum(plain(saved))  # last: only now it is known to have an end
+    _expect(saved.checksum == found, "state_dict", f"what its checksum {saved.checksum!r} is of", found)
     return Contents(
         saved,
         tokens={index: saved.tokens[index] for index in state.tokens},
         padding=Padding.from_state_dict(plain(saved.padding)),
-        parts=_checked_parts(hosts, saved),
+        parts=parts,
         first_tokens=first_tokens,
     )
 
