@@ -41,6 +41,7 @@ def update(
     remember: bool,
     is_vetted: bool,
     owner: Owner | None,
+    wants_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V; return all slots of all rows.
 
@@ -53,6 +54,7 @@ def update(
             one more result of it.
         is_vetted: Whether the kernel was seen to compute what the model's eager function does.
         owner: The module that computed what is stored.
+        wants_gradients: Whether stored tokens wanted a gradient when they came.
 
     Returns:
         K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
@@ -78,7 +80,8 @@ def update(
             f"{tuple(value_states.shape)} {value_states.dtype}. `cache.reset()` for a new batch, or a new "
             "PagedCache for another model"
         )
-    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+    wants_gradients = wants_gradients or key_states.requires_grad or value_states.requires_grad
+    if wants_gradients and torch.is_grad_enabled():
         refuse(
             "a compiled step over a PagedCache has no backward; call it under `torch.no_grad()`, or without "
             "torch.compile"

@@ -14,12 +14,12 @@ from . import calls, compiled, traced
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
-from .lazy import dense
+from .lazy import WAYS_TO_CHANGE, dense
 from .masks import PagedLength, StaticLength
 from .ownership import check_owner
 from .state import CacheState
 from .static import StaticGroup
-from .view import PagedView, StoredKV
+from .view import StoredKV
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
@@ -94,7 +94,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if blocks is None:
             blocks = self._claim(key_states, value_states)
         stored_keys, stored_values = key_states, value_states
-        if key_states.requires_grad or value_states.requires_grad:
+        wants_gradients = key_states.requires_grad or value_states.requires_grad
+        if wants_gradients:
             # What is stored is a constant; a backend in torch would else make the pool part of the graph.
             stored_keys, stored_values = key_states.detach(), value_states.detach()
         if blocks.records is not None:
@@ -117,8 +118,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             module = calls.updating_module(self.layer_idx)
             if module is not None:
                 check_owner(module, stored)
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return stored.dense()  # below a view the gradient of these tokens would be lost
+        if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
+            # Below a view the gradient of these tokens would be lost.
+            if wants_gradients and state.gradients_from is None:
+                state.gradients_from = start
+            return stored.in_graph(*stored.dense())
         return stored.views()
 
     def update_traced(
@@ -179,7 +183,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     # --- what people read -----------------------------------------------------------------------------------
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
+    def keys(self) -> torch.Tensor | None:
         """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
 
         Zeros stand for what is not stored: tokens outside a window, blocks of left padding.
@@ -187,11 +191,27 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         views = self._stored_views()
         return views[0] if views else None
 
+    @keys.setter
+    def keys(self, value: object) -> NoReturn:
+        self._refuse_assignment("keys")
+
+    @keys.deleter
+    def keys(self) -> NoReturn:
+        self._refuse_assignment("keys")
+
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
+    def values(self) -> torch.Tensor | None:
         """Stored V `[batch, kv_heads, tokens, v_head_dim]`, dense when touched; None if there is none."""
         views = self._stored_views()
         return views[1] if views else None
+
+    @values.setter
+    def values(self, value: object) -> NoReturn:
+        self._refuse_assignment("values")
+
+    @values.deleter
+    def values(self) -> NoReturn:
+        self._refuse_assignment("values")
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]  # an attribute in the host
@@ -271,7 +291,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         """First stored token that a query after `tokens` tokens attends."""
         return 0
 
-    def _stored_views(self) -> tuple[PagedView, PagedView] | None:
+    def _stored_views(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self._blocks is None or not self._state.batch:
             return None
         tokens = self.get_seq_length()
@@ -286,6 +306,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             start = self._first_visible(tokens)
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
+        if self._state.gradients_from is not None and torch.is_grad_enabled():
+            return stored.in_graph(*stored.views())
         return stored.views()
 
     def _static_group(self) -> StaticGroup:
@@ -316,6 +338,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             remember=self._state.is_attended(),
             is_vetted=self.layer_idx in group.vetted,
             owner=group.owners.get(self.layer_idx),
+            wants_gradients=self._state.gradients_from is not None,
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
@@ -410,6 +433,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         raise CacheMismatchError(
             f"layer {self.layer_idx}: this cache stores {expected}; got {got}. A cache serves one model in "
             "one dtype on one device: make a new PagedCache for another"
+        )
+
+    def _refuse_assignment(self, name: str) -> NoReturn:
+        raise PagedCacheError(
+            f"`{name}` of layer {self.layer_idx} cannot be assigned or deleted: it is read from the blocks "
+            f"of the cache. {WAYS_TO_CHANGE}"
         )
 
     def _refuse(self, method: str) -> NoReturn:

@@ -67,6 +67,7 @@ class CacheState:
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
         padding: What is remembered of rows that begin with padding.
+        gradients_from: First stored token whose K or V wanted a gradient when it came; None if there is none.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
     """
 
@@ -90,6 +91,7 @@ class CacheState:
         self.can_be_static = False
         self.has_open_step = False
         self.padding = NO_PADDING
+        self.gradients_from: int | None = None
         self.equal_rows = 0
         self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
@@ -401,7 +403,7 @@ class CacheState:
         self.is_lost = False
         self._last_written = None
         self.padding, self._noted = NO_PADDING, None
-        self._rows_before = None
+        self.gradients_from = self._rows_before = None
         self._close_step()
 
     def fork(self) -> CacheState:
@@ -547,3 +549,5 @@ class CacheState:
         self.has_open_step = False
         self._last_written = None
         self.padding, self._noted = self.padding.crop(num_tokens), None
+        if self.gradients_from is not None and self.gradients_from >= num_tokens:
+            self.gradients_from = None
