@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from . import compat
+from .autocast import as_attended
 from .errors import CacheMismatchError
 from .group import Owner
 from .kernels.problem import StaticBlocks
@@ -126,8 +128,9 @@ def attend(
             "model itself once, which looks at its weights"
         )
     blocks = updated.blocks
-    if is_eager and not updated.is_vetted:
+    if is_eager and (not updated.is_vetted or compat.wants_weights(module, kwargs)):
         return None
+    query = as_attended(query)
     if query.dtype != blocks.keys.dtype or not _is_servable(mask, blocks, kwargs):
         return None
     scale, q_tokens = kwargs.get("scaling"), query.shape[2]

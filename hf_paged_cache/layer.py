@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from . import calls, compiled, traced
+from .autocast import as_attended
 from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
@@ -49,7 +50,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take a place in a pool for K `[batch, kv_heads, tokens, head_dim]` and V of these shapes."""
         if self.layer_idx not in self._state.blocks:
-            self._state.claim(self.layer_idx, key_states, value_states)
+            self._state.claim(self.layer_idx, as_attended(key_states), as_attended(value_states))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -75,6 +76,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             QuantisationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
         """
         state = self._state
+        key_states, value_states = as_attended(key_states), as_attended(value_states)
         if torch.compiler.is_compiling():
             if state.can_be_static and state.would_be_static(key_states.device):
                 return self._update_compiled(key_states, value_states)
@@ -130,6 +132,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `update`, for a forward that is being compiled; `cache` is what `traced.register` gave."""
         tokens = self._state.tokens
+        key_states, value_states = as_attended(key_states), as_attended(value_states)
         start, end = tokens[self.layer_idx], tokens[self.layer_idx] + key_states.shape[2]
         visible = end - self._first_visible(start)
         keys, values = traced.update(key_states, value_states, cache, self.layer_idx, start, visible)
@@ -425,14 +428,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "`cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for a new batch"
             )
         if blocks is None:
-            raise CacheMismatchError(f"layer {self.layer_idx}: K and V must have one dtype; got {got}")
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must have one dtype; got {got}. Run the model under "
+                "`torch.autocast`, whose dtype both are stored in, or cast them before `cache.update(...)`"
+            )
         expected = (
             f"{blocks.keys.shape[1]} kv heads, head_dim {blocks.keys.shape[3]} (K) and "
             f"{blocks.values.shape[3]} (V), {blocks.keys.dtype} on {blocks.keys.device}"
         )
         raise CacheMismatchError(
             f"layer {self.layer_idx}: this cache stores {expected}; got {got}. A cache serves one model in "
-            "one dtype on one device: make a new PagedCache for another"
+            "one dtype on one device, and under `torch.autocast` that is the dtype of autocast: go on as the "
+            "cache was filled, or make a new PagedCache"
         )
 
     def _refuse_assignment(self, name: str) -> NoReturn:

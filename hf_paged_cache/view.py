@@ -150,7 +150,7 @@ class _Cached(torch.autograd.Function):
     def forward(ctx: Any, states: torch.Tensor, in_graph: torch.Tensor, wanted: slice) -> torch.Tensor:
         """`states` `[batch, kv_heads, tokens, head_dim]`; `wanted` are the tokens to look at."""
         ctx.wanted = wanted
-        return states.view_as(states)
+        return states.detach()  # to autograd no view: writes would be its error, and not ours
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
