@@ -61,7 +61,8 @@ def activate(config_or_model: object) -> bool:
             active = True
         elif current in _FALLBACKS and compat.dispatches_attention(modeling, current):
             _register(current)
-            held._attn_implementation_internal = NAME_PREFIX + current
+            compat.pickle_with(type(held), _plain_name)
+            compat.set_implementation(held, NAME_PREFIX + current)
             active = True
     return active
 
@@ -81,8 +82,8 @@ def deactivate(config_or_model: object) -> None:
     config, model = compat.resolve_config(config_or_model)
     for held, _ in compat.attention_configs(config, model):
         current = held._attn_implementation
-        if current is not None and current.startswith(NAME_PREFIX):
-            held._attn_implementation_internal = current.removeprefix(NAME_PREFIX)
+        if current is not None:
+            compat.set_implementation(held, _plain_name(current))
 
 
 @contextmanager
@@ -95,12 +96,17 @@ def paged_attention(config_or_model: object) -> Iterator[None]:
         yield
     finally:
         for held, implementation in before:
-            held._attn_implementation_internal = implementation
+            compat.set_implementation(held, implementation)
 
 
 def _register(implementation: str) -> None:
     name = NAME_PREFIX + implementation
     compat.register_attention(name, _make_attention(implementation), masks.make_mask_function(implementation))
+    compat.call_before_continuous_batching(deactivate)
+
+
+def _plain_name(implementation: str) -> str:
+    return implementation.removeprefix(NAME_PREFIX)
 
 
 def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:

@@ -2,12 +2,19 @@
 
 A cache is handed K and V layer by layer; nobody tells it when a forward begins or ends, whether it failed,
 or whether the caller asked for `use_cache=False`. The frames of the host's own functions say it all: a
-forward is in progress as long as its frame is on the stack of its thread. Where there are no such frames (a
+forward is in progress as long as its frame is on the stack of its thread, and what is put beside the frame's
+variables sees whether it returned or was left by an exception (`Ending`). Where there are no such frames (a
 loop that calls `cache.update` itself) nothing is known, and the cache goes by the order of the layers.
+
+Of CPython this needs: `sys._getframe` and `sys._current_frames`; names that are added to `frame.f_locals`
+stay with the frame; and a frame that returns lets go of its variables before its caller goes on.
+`tests/test_calls.py` pins all three.
 """
 
 from __future__ import annotations
 
+import dis
+import gc
 import inspect
 import sys
 import threading
@@ -25,10 +32,72 @@ from transformers.cache_utils import EncoderDecoderCache
 _GENERATION = "transformers.generation"
 _PACKAGE = __name__.partition(".")[0]
 _MARK = "__hf_paged_cache__"
+_FILLS_IN_DEFAULTS = "merge_with_config_defaults.<locals>.wrapper"
+"""The host's wrapper of a forward that writes the config's values beside what the forward was given."""
+_TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _UPDATE_IN_GRAPH = "update_in_graph"
 """The method by which a compiled forward reaches a cache."""
 _FRAMES_TO_THE_MODULE = 6
 """A layer, a cache, a pair of caches, and what may be wrapped around them."""
+
+
+class Ending:
+    """How a function call ends, which its frame does not outlive to tell."""
+
+    __slots__ = ("_caller", "_has_returned", "_mark")
+
+    def __init__(self, frame: FrameType, mark: _Mark) -> None:
+        self._caller = _position(frame.f_back)
+        self._has_returned: bool | None = None
+        self._mark = weakref.ref(mark)
+
+    def see(self, standing: FrameType | None) -> None:
+        """Hear that the frame is gone, and who runs at that moment.
+
+        A frame that returns is cleared while its caller still stands at the call. One that an exception has
+        left lives on in the traceback, and by the time that goes its caller is elsewhere.
+        """
+        self._has_returned = _position(standing) == self._caller
+
+    def has_returned(self) -> bool | None:
+        """Whether the call, which is over, has returned, or an exception left it; None if nobody can say."""
+        mark = self._mark()
+        if mark is None:
+            return self._has_returned
+        # Somebody keeps the frame: a traceback, mostly.
+        for names in gc.get_referrers(mark):
+            for frame in gc.get_referrers(names):
+                if isinstance(frame, FrameType) and frame.f_locals.get(_MARK) is mark:
+                    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+        return None
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Ending:
+        """That of a running frame, always the same one."""
+        mark = frame.f_locals.get(_MARK)
+        if mark is None:
+            # Names that the function does not have stay with its frame, and nobody else sees them.
+            mark = frame.f_locals[_MARK] = _Mark(frame)
+        ending = mark.ending
+        assert isinstance(ending, Ending), "a mark has its ending from the start"
+        return ending
+
+
+class _Mark:
+    """Lies beside the variables of a frame, and goes with them."""
+
+    ending: Ending | None = None
+
+    def __init__(self, frame: FrameType) -> None:
+        self.ending = Ending(frame, self)
+
+    def __del__(self) -> None:
+        if self.ending is not None:
+            self.ending.see(sys._getframe(0).f_back)
+
+
+def _position(frame: FrameType | None) -> tuple[int, int] | None:
+    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +107,13 @@ class Place:
     Attributes:
         thread: Identifier of the thread.
         frame: Identity of the frame, or None: the thread as a whole.
-        mark: What was put beside the frame's local variables. The next call of the same function often gets
-            the same memory, so identity alone would not tell them apart.
+        ending: How it ends. The next call of the same function often gets the same memory, so identity alone
+            would not tell them apart.
     """
 
     thread: int
     frame: int | None
-    mark: object = None
+    ending: Ending | None = None
 
     @property
     def is_here(self) -> bool:
@@ -60,9 +129,14 @@ class Place:
         frame: FrameType | None = top
         while frame is not None:
             if id(frame) == self.frame:
-                return frame.f_locals.get(_MARK) is self.mark
+                mark = frame.f_locals.get(_MARK)
+                return mark is not None and mark.ending is self.ending
             frame = frame.f_back
         return False
+
+    def has_returned(self) -> bool | None:
+        """Whether the call, which is over, has returned; None if there is none, or nobody knows."""
+        return None if self.ending is None else self.ending.has_returned()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +148,7 @@ class ModelCall:
             a place without a frame if there is none.
         root: The outermost call of the host around it: `generate`, or the forward itself.
         model: Whose forward it is, if that shows and it still lives.
-        use_cache: What that forward was told; None if it does not say.
+        use_cache: What that forward was told, but for a False that nobody said; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
             it has none that its answer depends on.
         attention_mask: What that forward has under this name, if it is a tensor.
@@ -109,7 +183,7 @@ def current() -> ModelCall:
         name = frame.f_code.co_name
         if name == "forward" and _belongs_to_model(frame):
             inner, root = inner or frame, frame
-        elif name == "generate" and _module_of(frame).startswith(_GENERATION):
+        elif _is_generate(frame):
             root, is_generating = frame, True
         elif name == _UPDATE_IN_GRAPH and _module_of(frame).startswith(_PACKAGE):
             is_in_graph = True
@@ -117,17 +191,18 @@ def current() -> ModelCall:
             graph = frame
         frame = frame.f_back
     model, told = (None, {}) if inner is None else (inner.f_locals.get("self"), inner.f_locals)
+    given = None
     if inner is None and graph is not None:
         inner, root = graph, root or graph
         model, told = _given_to(graph)
-    use_cache = told.get("use_cache")
+        given = told.get("use_cache")
     # Falcon takes positions, and with ALiBi has no use for them.
     has_positions = told.get("alibi") is None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         weakref.ref(model) if isinstance(model, PreTrainedModel) else None,
-        use_cache if isinstance(use_cache, bool) else None,
+        None if inner is None else _use_cache(inner, model, told, given),
         _tensor_in(told, "position_ids") if has_positions else None,
         _tensor_in(told, "attention_mask"),
         "attention_mask" in told and told["attention_mask"] is None,
@@ -136,9 +211,19 @@ def current() -> ModelCall:
     )
 
 
+def here() -> Place:
+    """The function that asks."""
+    return _place(threading.get_ident(), sys._getframe(1))
+
+
 def is_generation(depth: int = 1) -> bool:
     """Whether the function that is `depth` frames up from the caller belongs to the host's generation."""
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
+
+
+def is_copying(depth: int = 1) -> bool:
+    """Whether the function that is `depth` frames up from the caller belongs to the module `copy`."""
+    return _module_of(sys._getframe(depth + 1)) == "copy"
 
 
 def updating_module(layer_idx: int) -> torch.nn.Module | None:
@@ -202,6 +287,10 @@ def _belongs_to_model(frame: FrameType) -> bool:
     return known
 
 
+def _is_generate(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "generate" and _module_of(frame).startswith(_GENERATION)
+
+
 def _is_written_by_people(frame: FrameType) -> bool:
     """Whether it is no function of ours, of torch, or made by a compiler."""
     name = _module_of(frame)
@@ -228,6 +317,45 @@ def _given_to(frame: FrameType) -> tuple[Any, dict[str, Any]]:
     return model, told
 
 
+def _use_cache(frame: FrameType, model: Any, names: Mapping[str, Any], given: object) -> bool | None:
+    """What a forward was told of the use of its cache; a False counts only if somebody said it.
+
+    A model without a word takes the one of its config, which fine-tuning leaves at False; under gradient
+    checkpointing, or with labels, it takes False; and so it tells the models inside. What a forward was given
+    itself stands in the functions around it, of torch and of the host. Where there are none
+    (`model.forward(...)` of some models) nobody can tell, and the cache is used, as the default one would be.
+
+    Args:
+        frame: Of the forward.
+        model: Whose it is.
+        names: What that forward has.
+        given: What it was given, where that shows already.
+    """
+    value = _named_use_cache(names)
+    if value is not False:
+        return value if isinstance(value, bool) else None
+    above = frame.f_back
+    while above is not None and not _is_generate(above):
+        code = above.f_code
+        if code.co_name == "forward" and _belongs_to_model(above):
+            if given is not False or _named_use_cache(above.f_locals) is not False:
+                break  # a default of the inner model; or what the outer one wants of it
+            model, given = above.f_locals.get("self"), None
+        elif (
+            code.co_flags & _TAKES_ANYTHING == _TAKES_ANYTHING
+            and code.co_qualname != _FILLS_IN_DEFAULTS
+            and _module_of(above).partition(".")[0] in ("torch", "transformers")
+        ):
+            whose, told = _given_to(above)
+            given = told.get("use_cache") if whose is model else given
+        above = above.f_back
+    return False if given is False else None
+
+
+def _named_use_cache(names: Mapping[str, Any]) -> object:
+    return names["use_cache"] if "use_cache" in names else names.get("kwargs", {}).get("use_cache")
+
+
 @cache
 def _arguments_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Names of what a forward takes, in order."""
@@ -241,5 +369,4 @@ def _module_of(frame: FrameType) -> str:
 def _place(thread: int, frame: FrameType | None) -> Place:
     if frame is None:
         return Place(thread, None)
-    # Names that the function does not have stay with its frame, and nobody else sees them.
-    return Place(thread, id(frame), frame.f_locals.setdefault(_MARK, object()))
+    return Place(thread, id(frame), Ending.of(frame))

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from .config import PagedCacheConfig
+from .errors import PagedCacheError
 from .kv_pool import KVPool, PoolShape
-from .memory import free_memory_bytes
+from .memory import free_memory_bytes, total_memory_bytes
 from .precision import Precision
 from .spec import LayerSpec
 
@@ -29,13 +32,14 @@ class Capacity:
         self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
     ) -> None:
         self._config = config
-        self._max_positions = max_positions or _DEFAULT_TOKENS
+        self._row_tokens = config.max_cache_len or max_positions or _DEFAULT_TOKENS
+        self._is_asked_for = config.max_tokens is not None or config.max_cache_len is not None
         self._specs = specs
 
     @property
     def row_blocks(self) -> int:
         """Blocks of the longest row that is expected."""
-        return -(-(self._config.max_tokens or self._max_positions) // self._config.block_size)
+        return -(-(self._config.max_tokens or self._row_tokens) // self._config.block_size)
 
     def wanted_blocks(
         self,
@@ -64,8 +68,6 @@ class Capacity:
             else min(full, batch * self._window_blocks(window, new_tokens if keep_history else 0))
             for window in dict.fromkeys(spec.window for spec in self._specs.values())
         }
-        if self._config.max_tokens is not None:
-            return wanted
         block_bytes: Counter[int | None] = Counter()
         slot_bytes = 0  # of blocks that quantised layers keep in the model's dtype
         for index, spec in self._specs.items():
@@ -75,6 +77,9 @@ class Capacity:
             if layer.format is not None:
                 slot_bytes += batch * precision.slots_per_row * layer.dense_bytes(size)
         wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
+        if self._is_asked_for:
+            self._check_memory(wanted_bytes, batch, shape.device)
+            return wanted
         budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device) - slot_bytes
         if wanted_bytes <= budget:
             return wanted
@@ -95,16 +100,33 @@ class Capacity:
         """
         full = self._full_blocks(batch)
         block_bytes = sum(pool.bytes_per_block for pool in pools)
-        if self._config.max_tokens is not None or not block_bytes:
+        if self._is_asked_for or not block_bytes:
             return full
         budget = self._config.gpu_memory_utilization * free_memory_bytes(pools[0].shape.device)
         return min(full, int(budget / block_bytes))
+
+    def _check_memory(self, wanted_bytes: int, batch: int, device: torch.device) -> None:
+        """Raise PagedCacheError if pools could never be filled, even by a process alone on the machine."""
+        there = total_memory_bytes(device)
+        if wanted_bytes <= there:
+            return
+        tokens = self._full_blocks(batch) * self._config.block_size
+        asked = (
+            f"max_cache_len={self._config.max_cache_len} for {batch} rows"
+            if self._config.max_tokens is None
+            else f"max_tokens={self._config.max_tokens}"
+        )
+        raise PagedCacheError(
+            f"{asked} wants pools of {wanted_bytes / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} "
+            f"GiB in all, room for {tokens * there // wanted_bytes} tokens; leave it away for what fits, or "
+            "store fewer bits (`kv_cache_dtype`)"
+        )
 
     def _full_blocks(self, batch: int) -> int:
         """Blocks that hold the capacity however its tokens are spread over the rows."""
         size = self._config.block_size
         if self._config.max_tokens is None:
-            return batch * -(-self._max_positions // size)
+            return batch * -(-self._row_tokens // size)
         return (self._config.max_tokens + batch * (size - 1)) // size
 
     def _window_blocks(self, window: int, kept_tokens: int) -> int:

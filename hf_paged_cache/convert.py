@@ -25,12 +25,29 @@ def copy_into(paged: Any, other: Cache) -> None:
             f"cannot convert a {type(other).__name__}: pass a Cache; for an EncoderDecoderCache, its "
             "`self_attention_cache` and `cross_attention_cache`, each for itself"
         )
-    if len(other.layers) > len(paged.layers):
+    there, here = len(other.layers), len(paged.layers)
+    kept = [
+        layer
+        for layer in paged.layers[there:]
+        if isinstance(layer, PagedLayer) or layer in paged._hosts.parts
+    ]
+    # A DynamicCache without a config has the layers that were written, so none while it is empty.
+    if there > here or (there and kept):
         raise PagedCacheError(
-            f"the other cache has {len(other.layers)} layers, and the model {len(paged.layers)}: it belongs "
-            "to another model"
+            f"the other cache has {there} layers, and the model {here}: it belongs to another model"
         )
     found = [_states(index, mine, layer) for index, (mine, layer) in enumerate(_pairs(paged, other))]
+    lengths = {
+        index: 0 if states is None else states[0].shape[2]
+        for index, (mine, states) in enumerate(zip(paged.layers, found, strict=False))
+        if isinstance(mine, PagedLayer)
+    }
+    last = next(reversed(lengths), None)
+    if last is not None and lengths[last] != max(lengths.values()):
+        raise PagedCacheError(
+            f"layer {last} of the other cache holds {lengths[last]} tokens per row, and others hold "
+            f"{max(lengths.values())}: the forward that filled it did not reach that layer"
+        )
     wants_gradients = torch.is_grad_enabled() and any(
         states is not None and any(side.requires_grad for side in states) for states in found
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 from .blocks import BlockManager, DenseBlocks
 from .errors import PagedCacheError
 from .faults import Faults
-from .formats import KVFormat
+from .formats import KVFormat, blank_beyond, with_keys_in_int8
 from .guard import KeyErrorGuard
 from .kernels.problem import NULL_BLOCK, LayerBlocks, dense_entry
 from .kv_pool import KVPool, PoolShape, Storage, split_pairs
 from .precision import Precision
+from .saved import SavedGroup, SavedLayer
 from .spec import LayerSpec
-from .store import Section
+from .store import Saved, Section
 from .tables import DeviceTables
 
 
@@ -43,6 +44,11 @@ class Owner:
 
 def _nobody() -> None:
     return None
+
+
+def _put(target: torch.Tensor, contents: torch.Tensor, places: Sequence[int]) -> None:
+    with torch.no_grad():
+        target[torch.tensor(places, dtype=torch.long, device=target.device)] = contents.to(target.device)
 
 
 class LayerGroup:
@@ -105,6 +111,7 @@ class LayerGroup:
         self._tables = DeviceTables(row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
         self._section_version = section.version
+        self._changed: list[int] = []  # columns that `let_go` changed and tables on devices do not show yet
         section.join(self)
 
     @property
@@ -133,7 +140,7 @@ class LayerGroup:
         slots = 0 if self.dense is None else len(self.dense.live_slots(self.manager))
         total: Counter[str] = Counter()
         for pool in self.pools:
-            total.update(pool.bytes_by_format(blocks, slots))
+            total.update(pool.bytes_by_format(self._num_layers_in(pool), blocks, slots))
         return total
 
     @property
@@ -186,16 +193,25 @@ class LayerGroup:
         for faults in self._faults.values():
             faults.check()
 
+    def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+        """Give back what a `reserve` with these arguments does not need any more.
+
+        Blocks and slots that were given back may be written anew, so this cannot be undone; nor need it be.
+        """
+        self.bind_again()
+        if self.dense is not None:
+            self._changed += self.dense.release_full(self.manager, new_tokens)
+        self._changed += self.manager.let_go(new_tokens, keep_history=keep_history, padding=padding)
+
     def reserve(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
-        """Make room for new tokens of every row; the caller has seen that there is room.
+        """Make room for new tokens of every row, after `let_go`; the caller has seen that there is room.
 
         Args:
             new_tokens: Of every row.
             keep_history: Windows keep what they would drop.
             padding: Of every row, leading tokens that need not be stored; empty if there are no more.
         """
-        self.bind_again()
-        changed = [] if self.dense is None else self.dense.release_full(self.manager, new_tokens)
+        changed = [*self._changed]
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed.append(reservation.changed_from)
@@ -213,6 +229,7 @@ class LayerGroup:
                 pool.copy_blocks(*split_pairs(reservation.copies))
         self.sync_tables(min(changed))
         self.set_length(reservation.end)
+        self._changed = []
 
     def check_crop(self, num_tokens: int) -> None:
         """Raise what `crop` would raise; changes nothing."""
@@ -256,7 +273,6 @@ class LayerGroup:
         They are read from their slots as before, until as many are reserved. Another cache may have sealed a
         block that is shared; the bytes are the same.
         """
-        self.bind_again()
         full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
         for pool in self.pools if full else ():
             if pool.form is not None:
@@ -278,17 +294,80 @@ class LayerGroup:
                 self._judge(layer_idx, keys)
                 return
 
-    def set_guarded(self, layers: set[int]) -> None:
-        """Note that the guard has looked at layers."""
-        self._unguarded -= layers
+    def export(self, tokens: Mapping[int, int]) -> SavedGroup:
+        """All that it holds, in tensors of their own, and nothing of what else lies in its blocks.
 
-    def adopt_dense(self, columns: Sequence[int], ids: Sequence[int]) -> list[int]:
-        """Make blocks of rows that were adopted dense. Returns their slots."""
-        if self.dense is None:
-            return []
-        slots = self.dense.adopt(self.manager, columns, ids)
-        self._grow_slots()
-        return slots
+        Args:
+            tokens: Layer index -> tokens of every row that this layer has.
+        """
+        columns, dense = self._columns(), self.dense
+        numbers = {block_id: number for number, block_id in enumerate(columns)} | {NULL_BLOCK: NULL_BLOCK}
+        slots = {} if dense is None else dense.slots_by_id(self.manager)
+        tables = self.manager.tables
+        return SavedGroup(
+            window=self.window,
+            tables=[[numbers[block_id] for block_id in table.ids] for table in tables],
+            padding_blocks=[table.num_padding for table in tables],
+            first_held=self.manager.first_held,
+            dense_columns=sorted({columns[block_id] for block_id in slots}),
+            owners={index: owner.fingerprint for index, owner in self.owners.items()},
+            unguarded=[index for index in self._layers if index in self._unguarded],
+            layers={
+                index: self._export_layer(index, columns, slots, tokens[index]) for index in self._layers
+            },
+        )
+
+    def _export_layer(
+        self, layer_idx: int, columns: Mapping[int, int], slots: Mapping[int, int], tokens: int
+    ) -> SavedLayer:
+        _, _, blocks = self._layers[layer_idx]
+        size, form, device = self.block_size, self.formats[layer_idx], blocks.keys.device
+
+        def index(numbers: Iterable[int]) -> torch.Tensor:
+            return torch.tensor([*numbers], dtype=torch.long, device=device)
+
+        def held(ids: Iterable[int]) -> torch.Tensor:
+            return index(max(0, min(size, tokens - columns[block_id] * size)) for block_id in ids)
+
+        places = {block_id: block_id for block_id in columns} if form is None else slots
+        where = index(places.values())
+        keys, values = (blank_beyond(side[where], held(places)) for side in (blocks.keys, blocks.values))
+        records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=device)
+        if blocks.records is not None and blocks.form is not None:
+            encoded = [block_id for block_id in columns if block_id not in slots]
+            records = blocks.form.first_tokens(blocks.records[index(encoded)], held(encoded))
+        return SavedLayer("auto" if form is None else form.name, keys, values, records)
+
+    def import_(self, saved: SavedGroup, length: int) -> None:
+        """Fill rows that have just begun with what `export` has taken; they hold nothing, and there is room.
+
+        Args:
+            saved: Checked.
+            length: Tokens of every row.
+        """
+        for layer_idx, layer in saved.layers.items():
+            form = self.formats[layer_idx]
+            if form is not None and form.name != layer.format:
+                self.formats[layer_idx] = with_keys_in_int8(form)
+            self.claim(layer_idx, layer.keys, layer.values)
+        ids = self.manager.adopt(saved.tables, length, saved.padding_blocks)
+        assert ids is not None, "room was made for all blocks"
+        self.manager.first_held = saved.first_held
+        self.owners = {index: Owner.of_saved(fingerprint) for index, fingerprint in saved.owners.items()}
+        self._unguarded -= saved.layers.keys() - set(saved.unguarded)
+        slots: list[int] = []
+        if self.dense is not None:
+            slots = self.dense.adopt(self.manager, saved.dense_columns, [ids[n] for n in saved.dense])
+            self._grow_slots()
+        for layer_idx, layer in saved.layers.items():
+            _, _, blocks = self._layers[layer_idx]
+            places = list(ids.values()) if blocks.records is None else slots
+            _put(blocks.keys, layer.keys, places)
+            _put(blocks.values, layer.values, places)
+            if blocks.records is not None:
+                _put(blocks.records, layer.records, [ids[number] for number in saved.encoded])
+        self.sync_tables()
+        self.set_length(length)
 
     def is_unguarded(self, layer_idx: int) -> bool:
         """Whether the guard has yet to look at a layer."""
@@ -306,11 +385,36 @@ class LayerGroup:
 
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
-        if self._section_version == self.section.version:
+        version = self.section.version
+        if self._section_version == version:
             return
-        self._section_version = self.section.version
         for layer_idx in self._layers:
             self._bind(layer_idx)
+        self._section_version = version  # last: whoever is interrupted does it again
+
+    def save(self) -> Saved:
+        """Remember all that a change can change, but for what lies in blocks."""
+        manager, dense, tokens = self.manager.save(), self.dense, self.num_tokens
+        slots = None if dense is None else dense.save()
+        attributes = {
+            name: copy.copy(getattr(self, name))
+            for name in ("pools", "owners", "formats", "_unguarded", "_layers", "_changed", "is_writing")
+        }
+
+        def restore() -> None:
+            vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
+            self.manager.restore(manager)
+            if dense is not None and slots is not None:
+                dense.restore(slots)
+
+        def follow() -> None:
+            self._tables.tokens = tokens
+            self.sync_tables()
+            self._section_version = -1
+            self.bind_again()
+            self.set_length(tokens)
+
+        return Saved(restore, follow)
 
     def fork(self) -> LayerGroup:
         """The same rows for another cache, by sharing their blocks; dense slots are copied."""
@@ -318,13 +422,18 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
         """A copy with blocks of its own, of which only those in use are written."""
-        used = self._used_blocks()
+        size, columns = self.block_size, self._columns()
+        held = {i: min(size, self.num_tokens - column * size) for i, column in columns.items()}
+        held = {i: tokens for i, tokens in held.items() if tokens > 0}
         section = Section(self.num_blocks)
-        storages = {id(pool.storage): pool.storage.copy(self.num_blocks, used) for pool in self.pools}
+        storages = {id(pool.storage): pool.storage.copy(self.num_blocks, [*held]) for pool in self.pools}
         section.storages = list(storages.values())
         manager = self.manager.apart()
         section.blocks = manager.pool
         twin = memo[id(self)] = self._copy_to(section, manager, copy.deepcopy(self.dense), storages)
+        slots = {} if self.dense is None else self.dense.slots_by_id(self.manager)
+        for pool in twin.pools:
+            pool.blank_beyond(held, slots)
         for index, (_, _, blocks) in self._layers.items():
             memo[id(blocks)] = twin.blocks_of(index)
         return twin
@@ -343,6 +452,7 @@ class LayerGroup:
         twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
+        twin._changed = []
         slots = self._used_slots()
         pools = {
             id(pool): pool.copy(storages.get(id(pool.storage), pool.storage), slots) for pool in self.pools
@@ -401,13 +511,13 @@ class LayerGroup:
         """Point a layer's blocks to where pools, table and lengths lie now."""
         pool, place, blocks = self._layers[layer_idx]
         device = pool.shape.device
+        blocks.native = blocks.choice = None  # first: what it points to may go
         blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
         blocks.lengths = self._tables.lengths(device)
         blocks.dense_columns = self._dense_columns(pool)
         blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
         blocks.records = None if pool.records is None else pool.records[:, place]
         blocks.form = pool.form
-        blocks.native = blocks.choice = None
         if pool.form is not None and device.type != "cpu":
             if device not in self._faults:
                 self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
@@ -420,8 +530,10 @@ class LayerGroup:
         if pool is None:
             pool = KVPool(storage, num_slots=0 if self.dense is None else self.dense.num_slots)
             self.pools.append(pool)
-        pool.num_used_layers += 1
         return pool, place
+
+    def _num_layers_in(self, pool: KVPool) -> int:
+        return sum(held is pool for held, _, _ in self._layers.values())
 
     def _provide_slots(self, batch: int) -> None:
         if self.dense is not None:
@@ -455,19 +567,24 @@ class LayerGroup:
         for index in self._used_slots():
             pool.keys[index, place] = old.keys[index, old_place]
             pool.values[index, place] = old.values[index, old_place]
-        old.num_used_layers -= 1
-        if not old.num_used_layers and len(old.storage.layers) == old.storage.num_layers:
-            self.pools.remove(old)
-            self.section.drop(old.storage)
         self.formats[layer_idx] = form
         self._layers[layer_idx] = (pool, place, blocks)
+        if not self._num_layers_in(old) and len(old.storage.layers) == old.storage.num_layers:
+            self.pools.remove(old)
+            self.section.drop(old.storage)
         self._bind(layer_idx)
 
     def _used_slots(self) -> list[int]:
         return [] if self.dense is None else self.dense.live_slots(self.manager)
 
-    def _used_blocks(self) -> list[int]:
-        return sorted({block_id for table in self.manager.tables for block_id in table.stored_ids()})
+    def _columns(self) -> dict[int, int]:
+        """Block id -> its column in the tables, of all blocks that rows hold, in the order of the tables."""
+        return {
+            block_id: column
+            for table in self.manager.tables
+            for column, block_id in enumerate(table.ids)
+            if block_id != NULL_BLOCK
+        }
 
     def _expected_layers(self, layer_idx: int) -> int:
         hint = self.specs[layer_idx], self.formats[layer_idx]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -135,12 +136,21 @@ class TokenHistory:
             self._ids = self._ids[rows]
         self._told = None
 
+    def save(self) -> Callable[[], None]:
+        """Remember what is known. Returns what puts it back."""
+        attributes = dict(vars(self))  # ids are only ever written behind those that count
+        return lambda: vars(self).update(attributes)
+
     def copy(self) -> TokenHistory:
         """The same for another cache."""
         twin = TokenHistory()
         if self.count:
             twin._put(self._ids[:, : self.count], 0, self.count)
         return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenHistory:
+        """As `copy`: what was cropped, or told of tokens to come, stays behind."""
+        return self.copy()
 
     def _put(self, ids: Ids, start: int, end: int) -> None:
         rows, room = self._ids.shape

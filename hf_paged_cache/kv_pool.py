@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .blocks import Moves
-from .formats import KVFormat, RecordFormat
+from .formats import KVFormat, RecordFormat, blank_beyond
 from .kernels import dispatch
-from .memory import advise_huge_pages
+from .memory import advise_huge_pages, allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Storage:
             self.keys, self.values = allocate_dense(shape, num_blocks, num_layers, block_size)
         else:
             sizes = num_blocks, num_layers, shape.kv_heads, self.form.nbytes
-            self.records = _empty(sizes, torch.uint8, shape.device)
+            self.records = _empty(sizes, torch.uint8, shape.device, block_size)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -146,12 +146,10 @@ class KVPool:
 
     Attributes:
         storage: Where blocks lie; other caches may share it.
-        num_used_layers: Layers of this cache that live here.
     """
 
     def __init__(self, storage: Storage, *, num_slots: int = 0) -> None:
         self.storage = storage
-        self.num_used_layers = 0
         self._slots = None if storage.form is None else self._allocate(num_slots)
 
     @property
@@ -193,14 +191,15 @@ class KVPool:
         """Bytes of one block over all layers of the storage, as it is stored for good."""
         return self.storage.bytes_per_block
 
-    def bytes_by_format(self, blocks: int, slots: int) -> dict[str, int]:
-        """Format -> bytes that the layers use of so many blocks; `auto` is the model's dtype.
+    def bytes_by_format(self, layers: int, blocks: int, slots: int) -> dict[str, int]:
+        """Format -> bytes that layers use of so many blocks; `auto` is the model's dtype.
 
         Args:
+            layers: How many of this cache live here.
             blocks: That hold tokens.
             slots: How many of them quantised layers keep in slots.
         """
-        size, layers = self.storage.block_size, self.num_used_layers
+        size = self.storage.block_size
         if self.shape.format is None:
             return {"auto": layers * blocks * self.shape.block_bytes(size)}
         return {
@@ -219,6 +218,24 @@ class KVPool:
         """Fill whole blocks with zeros, as they are stored for good."""
         for pool in (self.keys, self.values) if self.records is None else (self.records,):
             pool[torch.tensor(ids, device=pool.device)] = 0
+
+    def blank_beyond(self, held: Mapping[int, int], slots: Mapping[int, int]) -> None:
+        """Leave nothing in blocks but the first tokens of each, as in a copy that is another's.
+
+        Args:
+            held: Block id -> how many.
+            slots: Block id -> slot, of those that quantised layers keep in the model's dtype.
+        """
+        size, dense, form = self.storage.block_size, held, self.form
+        if form is not None and self.records is not None:
+            ids, counts = _indices(
+                {i: 0 if i in slots else n for i, n in held.items()}, size, self.shape.device
+            )
+            self.records[ids] = form.first_tokens(self.records[ids], counts)
+            dense = {slot: held[block_id] for block_id, slot in slots.items()}
+        ids, counts = _indices(dense, size, self.shape.device)
+        for pool in (self.keys, self.values):
+            pool[ids] = blank_beyond(pool[ids], counts)
 
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks in the model's dtype, all layers at once."""
@@ -256,7 +273,6 @@ class KVPool:
     def copy(self, storage: Storage, used_slots: Sequence[int]) -> KVPool:
         """The same layers of another cache, in this storage or in a copy of it; its slots are its own."""
         twin = KVPool(storage, num_slots=self.keys.shape[0])
-        twin.num_used_layers = self.num_used_layers
         for index in used_slots if self._slots is not None else ():
             twin.keys[index] = self.keys[index]
             twin.values[index] = self.values[index]
@@ -272,8 +288,18 @@ def allocate_dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for K and V of so many blocks in the model's dtype."""
     leading = (num_blocks, num_layers, shape.kv_heads, block_size)
-    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device)
-    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device)
+    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device, block_size)
+    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device, block_size)
+
+
+def _indices(
+    held: Mapping[int, int], block_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of blocks that are not full: which, and how many tokens they hold."""
+    partial = {index: count for index, count in held.items() if count < block_size}
+    return torch.tensor([*partial], device=device, dtype=torch.long), torch.tensor(
+        [*partial.values()], device=device, dtype=torch.long
+    )
 
 
 def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -281,9 +307,7 @@ def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # A pool made inside torch.inference_mode() could not be written outside of it.
-    with torch.inference_mode(False):
-        tensor = torch.empty(*shape, dtype=dtype, device=device)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, block_size: int) -> torch.Tensor:
+    tensor = allocate(shape, dtype, device, block_size)
     advise_huge_pages(tensor)
     return tensor

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import calls, compiled, traced
 from .autocast import as_attended
-from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
+from .errors import CacheMismatchError, PagedCacheError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .lazy import WAYS_TO_CHANGE, dense
@@ -50,6 +50,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take a place in a pool for K `[batch, kv_heads, tokens, head_dim]` and V of these shapes."""
         if self.layer_idx not in self._state.blocks:
+            if not _have_content(key_states, value_states):
+                self._raise_mismatch(key_states, value_states)
             self._state.claim(self.layer_idx, as_attended(key_states), as_attended(value_states))
 
     def update(
@@ -86,19 +88,39 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         # What another cache shows of its layers has no storage that a kernel could read.
         key_states, value_states = dense(key_states), dense(value_states)
         self._check(key_states, value_states)
+        _check_data(self.layer_idx, key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         joins = state.is_open and state.is_next_in_step(self.layer_idx)
         is_first = not joins or start + new_tokens != state.step_end
         if is_first:
             state.begin_step(self.layer_idx, key_states, value_states)
-            start = state.step_start
-        blocks = state.blocks.get(self.layer_idx)
-        if blocks is None:
-            blocks = self._claim(key_states, value_states)
-        stored_keys, stored_values = key_states, value_states
+        try:
+            stored = self._store(key_states, value_states, state.step_start)
+            if is_first:
+                # Attention of this package looks too, but a model may have attention code of its own.
+                module = calls.updating_module(self.layer_idx)
+                if module is not None:
+                    check_owner(module, stored)
+        except BaseException:
+            if state.is_open:  # not taken back yet
+                state.abort_step()
+            raise
         wants_gradients = key_states.requires_grad or value_states.requires_grad
-        if wants_gradients:
+        if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
+            return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
+        return stored.views()
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
+        """Write what this layer brings to the step in progress."""
+        state = self._state
+        if self.layer_idx not in state.blocks:
+            self.lazy_initialization(key_states, value_states)
+        blocks = state.blocks[self.layer_idx]
+        stored_keys, stored_values = key_states, value_states
+        if key_states.requires_grad or value_states.requires_grad:
             # What is stored is a constant; a backend in torch would else make the pool part of the graph.
+            if torch.is_grad_enabled() and state.gradients_from is None:
+                state.gradients_from = start
             stored_keys, stored_values = key_states.detach(), value_states.detach()
         if blocks.records is not None:
             self._write_quantised(blocks, stored_keys, stored_values, start)
@@ -106,26 +128,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             dispatch.write(blocks, stored_keys, stored_values, start)
         state.compare_rows(stored_keys, stored_values)
         state.written(self.layer_idx)
-        stored = StoredKV(
-            state,
-            blocks,
-            self.layer_idx,
-            self._first_visible(start),
-            state.step_end,
-            key_states,
-            value_states,
-        )
-        if is_first:
-            # Attention of this package looks too, but a model may have attention code of its own.
-            module = calls.updating_module(self.layer_idx)
-            if module is not None:
-                check_owner(module, stored)
-        if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
-            # Below a view the gradient of these tokens would be lost.
-            if wants_gradients and state.gradients_from is None:
-                state.gradients_from = start
-            return stored.in_graph(*stored.dense())
-        return stored.views()
+        first = self._first_visible(start)
+        return StoredKV(state, blocks, self.layer_idx, first, state.step_end, key_states, value_states)
 
     def update_traced(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache: int
@@ -278,7 +282,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def _settle(self) -> None:
         """See to what an ended forward has left; steps over static rows are compiled whole, and refuse."""
-        if not self._state.is_open:
+        if self._state.is_settled:
             return
         if not torch.compiler.is_compiling():
             self._state.settle()
@@ -359,30 +363,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _write_quantised(
         self, blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
     ) -> None:
-        state = self._state
+        state, group = self._state, self._state.group_of(self.layer_idx)
+        if group.is_unguarded(self.layer_idx):
+            state.change(partial(group.check_keys, self.layer_idx, key_states, start))
         try:
-            group = state.group_of(self.layer_idx)
-            if group.is_unguarded(self.layer_idx):
-                group.check_keys(self.layer_idx, key_states, start)
             dispatch.write(blocks, key_states, value_states, start)
         except UnstorableValueError as error:
-            state.abort_step()
             raise UnstorableValueError(
                 f"layer {self.layer_idx}: {error}. The step is taken back. Look for what makes the model "
                 f"overflow, or keep the layer as it is: layer_dtypes={{{self.layer_idx}: 'auto'}}"
             ) from error
-        except QuantisationError:
-            state.abort_step()
-            raise
-
-    def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
-        try:
-            self.lazy_initialization(key_states, value_states)
-        except BaseException:
-            # Out of memory, most likely, and earlier layers have written this step already.
-            self._state.abort_step()
-            raise
-        return self._state.blocks[self.layer_idx]
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""
@@ -397,6 +387,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         blocks, batch = self._blocks, self._state.batch
         k, v = key_states.shape, value_states.shape
         if len(k) != 4 or len(v) != 4 or k[:3] != v[:3] or key_states.dtype != value_states.dtype:
+            return False
+        if not _have_content(key_states, value_states):
             return False
         if batch and k[0] != batch:
             return False
@@ -420,6 +412,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             raise CacheMismatchError(
                 f"layer {self.layer_idx}: K and V must be [batch, kv_heads, tokens, head_dim] and agree in "
                 f"the first three; got {got}"
+            )
+        if not _have_content(key_states, value_states):
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must have at least one row, one kv head and one channel; "
+                f"got {got}"
             )
         if batch and key_states.shape[0] != batch:
             raise CacheMismatchError(
@@ -495,6 +492,12 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
         return max(0, tokens - (self.sliding_window - 1))
 
 
+def _have_content(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+    """Whether K and V `[batch, kv_heads, tokens, head_dim]` have rows, heads and channels, if not tokens."""
+    batch, kv_heads, _, head_dim = key_states.shape
+    return min(batch, kv_heads, head_dim, value_states.shape[3]) > 0
+
+
 def refuse_to_move(method: str) -> NoReturn:
     """Raise what calls of `offload` and `prefetch` get.
 
@@ -505,3 +508,18 @@ def refuse_to_move(method: str) -> NoReturn:
         f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
         "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
     )
+
+
+def _check_data(layer_idx: int, *sides: torch.Tensor) -> None:
+    """Raise CacheMismatchError if nobody has computed K or V, or a transform keeps the numbers to itself."""
+    for states in sides:
+        try:
+            has_data = states.untyped_storage().device.type != "meta"
+        except NotImplementedError:  # torch's word for a tensor that stands for others
+            has_data = False
+        if not has_data:
+            raise CacheMismatchError(
+                f"layer {layer_idx}: K and V have no data, as on the meta device, in FakeTensorMode and "
+                "inside transforms of torch.func, and a paged cache stores data. Use a DynamicCache there; "
+                "`plan_memory` tells sizes without a forward"
+            )

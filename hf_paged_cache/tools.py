@@ -94,25 +94,24 @@ class CacheTools:
         """The contents as tensors, numbers and strings, for `torch.save`.
 
         `torch.load(..., weights_only=True)` reads it back, and `load_state_dict` of a cache made for the same
-        model with the same settings takes it in, bit for bit.
+        model with the same settings takes it in, bit for bit. Nothing is in it but this cache's own tokens;
+        blocks that share a scale over many tokens keep it as it is after a crop into them.
         """
-        return snapshot.take(self._movable("state_dict"), self._hosts.parts)
+        return snapshot.take(self._movable("state_dict"), self._hosts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the contents by those that `state_dict` has returned.
 
+        They are put beside what is there, and then take its place: if anything is raised, an interrupt too,
+        the cache is as it was. Call `reset` before, where there is no memory for both.
+
         Raises:
-            PagedCacheError: They are of another model, of other settings, or damaged; nothing has changed.
-            PoolExhausted: They do not fit into the pool; the cache is empty then.
+            PagedCacheError: They are of another model, of other settings, or damaged.
+            PoolExhausted: They do not fit into the pool.
         """
         state = self._movable("load_state_dict")
-        snapshot.check(state, self._hosts.parts, state_dict)
-        self.reset()
-        try:
-            snapshot.restore(state, self._hosts.parts, state_dict)
-        except BaseException:
-            self.reset()  # some groups may hold their part already
-            raise
+        contents = snapshot.checked(state, self._hosts, state_dict)
+        snapshot.load(state, self._hosts, self.layers, contents)
 
     # --- the text in the cache ------------------------------------------------------------------------------
 
@@ -192,20 +191,25 @@ class CacheTools:
                 f"drop({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
                 "everything from there on; feed what comes after again"
             )
-        ids, padding = state.history.ids, state.padding
+        ids, padding, wanted = state.history.ids, state.padding, state.gradients_from
         behind = [
-            (index, *(side[:, :, end:].clone() for side in (layer.keys, layer.values)))
+            (index, *(side[:, :, end:].detach().clone() for side in (layer.keys, layer.values)))
             for index, layer in enumerate(self.layers)
             if end < length and layer.get_seq_length()
         ]
-        if behind:
-            state.layer_groups.check_room_for(start, length - end, state.batch)
-        self._crop_to(start)
-        for index, keys, values in behind:
-            self.layers[index].update(keys, values)
-        state.padding = padding.drop(start, end) if behind else state.padding
-        if ids.shape[1] == length:
-            state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
+        if not behind:
+            self._crop_to(start)
+            return
+
+        def make() -> None:
+            state.replace_tail(start, behind)
+            state.padding = padding.drop(start, end)
+            if wanted is not None:
+                state.gradients_from = min(wanted, max(start, wanted - (end - start)))
+            if ids.shape[1] == length:
+                state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
+
+        state.change(make)
 
     # --- inside ---------------------------------------------------------------------------------------------
 

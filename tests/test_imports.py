@@ -33,7 +33,7 @@ LAYERS = [
         "display",
         "plain",
     ],
-    ["kv_pool", "padding", "uncounted", "usage"],
+    ["kv_pool", "padding", "step", "uncounted", "usage"],
     ["tables", "store"],
     ["group", "capacity"],
     ["static"],

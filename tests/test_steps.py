@@ -12,7 +12,7 @@ from transformers import StoppingCriteriaList
 
 from hf_paged_cache import PagedCache, calls
 from hf_paged_cache.errors import PagedCacheError, PoolExhausted
-from tests.models import cache_kwarg, paged_cache, shared_model
+from tests.models import CASES, by_name, cache_kwarg, host_cache, paged_cache, shared_model
 from tests.quantised import NAMES, cache_of, feed, ids
 
 FORMATS = ("auto", *NAMES)
@@ -187,6 +187,64 @@ def test_generate_without_use_of_a_warm_cache_is_refused() -> None:
         greedy(model, ids(9, 1), PagedCache(model, block_size=16), use_cache=False),
         greedy(model, ids(9, 1), None),
     )
+
+
+class Wrapped(torch.nn.Module):
+    """Calls a model's forward by name, as adapters do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+@pytest.mark.parametrize("call", ["model", "forward"])
+def test_a_cache_that_is_passed_is_used_whatever_the_config_says(
+    case: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tuning recipes leave `use_cache` of the config at False."""
+    model = shared_model(case)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            monkeypatch.setattr(module.config, "use_cache", False)
+    cached = host_cache(model), paged_cache(model)
+    run = model if call == "model" else Wrapped(model)
+    encoded = {"input_ids": ids(7, 1)} if model.config.is_encoder_decoder else {}
+    name = "decoder_input_ids" if encoded else "input_ids"
+    for tokens in (ids(20, 1), ids(1, 1, seed=1), ids(3, 1, seed=2)):
+        with torch.no_grad():
+            want, got = (
+                run(**encoded, **{name: tokens}, **{cache_kwarg(): cache}).logits for cache in cached
+            )
+        assert (got - want).abs().max() <= 2e-4 * want.abs().max()
+    assert cached[0].get_seq_length() == cached[1].get_seq_length() == 24
+    if call == "model":
+        with torch.no_grad():
+            run(**encoded, **{name: ids(2, 1)}, **{cache_kwarg(): cached[1]}, use_cache=False)
+        assert cached[1].get_seq_length() == 24
+
+
+def test_what_an_adapter_is_told_counts() -> None:
+    model = shared_model("llama")
+    cache = PagedCache(model, block_size=16)
+    with torch.no_grad():
+        Wrapped(model)(ids(20), **{cache_kwarg(): cache}, use_cache=False)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("case", ["llama", "falcon"])
+def test_gradient_checkpointing_keeps_the_cache_from_the_layers(case: str) -> None:
+    """So does the host with its own cache, and says so."""
+    model = by_name(case).build().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    cache = PagedCache(model, block_size=16)
+    got = model(ids(20), **{cache_kwarg(): cache}).logits
+    got.sum().backward()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(got, model(ids(20), **{cache_kwarg(): host_cache(model)}).logits)
 
 
 # --- one row becomes several --------------------------------------------------------------------------------

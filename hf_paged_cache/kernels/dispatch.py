@@ -380,7 +380,8 @@ def _choose(key: tuple[object, ...], device: torch.device, blocks: LayerBlocks |
                 _say_once(f"{refusal} Using the slower backend {name!r}.")
             _chosen[key] = name, entry.load()
             return _chosen[key]
-        refusals.append(f"Backend {name!r} does not run: {reason}")
+        if forced == name or entry.serves(device, is_forced=False):
+            refusals.append(f"Backend {name!r} does not run: {reason}")
     if forced is None:
         raise AssertionError("the torch backend serves everything, so one is always found")
     raise BackendUnavailable(
