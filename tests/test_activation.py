@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,22 @@ def test_gradients_of_cached_tokens_are_refused_where_they_would_be_lost(
         cache = cache.to_dynamic_cache()
     loss = model(padded_ids()[0][:, :3], past_key_values=cache).logits.square().sum()
     with LOST:
+        loss.backward()
+
+
+@pytest.mark.parametrize(("constants", "is_lost"), [(0, True), (9, True), (14, True), (20, False)])
+def test_dropped_tokens_take_their_gradients_with_them_and_no_others(constants: int, is_lost: bool) -> None:
+    model, (ids, _) = by_name("falcon-alibi").build(), padded_ids()
+    cache = paged(model)
+    with torch.no_grad():
+        for tokens in filter(None, (constants, 20 - constants if not is_lost else 0)):
+            model(ids[:, :tokens], past_key_values=cache)
+    if is_lost:
+        model(inputs_embeds=soft_prompt(model, 20 - constants), past_key_values=cache)
+    cache.drop(8, 12)
+    assert cache._state.gradients_from == ({0: 0, 9: 8, 14: 10}[constants] if is_lost else None)
+    loss = model(ids[:, :3], past_key_values=cache).logits.square().sum()
+    with LOST if is_lost else nullcontext():
         loss.backward()
 
 
