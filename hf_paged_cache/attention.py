@@ -26,8 +26,7 @@ from .kernels.prefill import MAX_DECODE_TOKENS, attend_with_history
 from .kernels.problem import Attention
 from .lazy import dense
 from .masks import LazyMask
-from .ownership import check_owner
-from .static import StaticGroup
+from .static import Reader, StaticGroup
 from .view import PagedView, StoredKV
 
 logger = logging.getLogger("hf_paged_cache")
@@ -122,7 +121,7 @@ def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, to
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if torch.compiler.is_compiling():
             output = compiled.attend(module, query, key, value, attention_mask, kwargs, is_eager=is_eager)
-            if output is not None:
+            if output is not None and not (is_eager and compat.wants_weights(module, kwargs)):
                 return output, None
             return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
         result = _compute(implementation, module, query, key, value, attention_mask, kwargs)
@@ -235,7 +234,8 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention over blocks `[batch, q_tokens, q_heads, v_head_dim]`; None if the host has to do it."""
-    check_owner(module, stored)
+    if isinstance(stored.group, StaticGroup) and getattr(module, "layer_idx", None) == stored.layer_idx:
+        stored.group.readers[stored.layer_idx] = Reader(weakref.ref(module))
     if not stored.has_history:
         # The host's function on the tensors of this forward: to the bit what it computes without us.
         return None

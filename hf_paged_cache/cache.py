@@ -27,12 +27,10 @@ from .layer import PagedLayer, refuse_to_move
 from .layer_stack import check_layers, make_layer
 from .lazy import dense
 from .masks import check_length
-from .ownership import check_model, check_prompt_of
 from .rows import as_count, as_rows
 from .state import CacheState
 from .stats import CacheStats, GroupStats, MemoryFootprint
 from .tools import CacheTools
-from .view import PagedView
 
 
 class PagedCache(CacheTools, DeprecatedReads, HostContract):
@@ -63,10 +61,11 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             so many bits, read in place by the kernels; `int8_block` and `int4_group` as textbooks do it, to
             compare with; `adaptive` is `int4` for a prompt (the first forward) of at most
             `adaptive_threshold` tokens, and `int8` for a longer one.
-        max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default is the
-            model's `max_position_embeddings` for every row, cut to `gpu_memory_utilization` of the free
-            memory. On a CPU memory that was never written is not resident, so a large capacity costs nothing;
-            but for what the machine could never hold.
+        max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default goes up to
+            the model's `max_position_embeddings` for every row, and to `gpu_memory_utilization` of the free
+            memory. On a CPU the pool has that from the start, since memory that was never written is not
+            resident (but for what the machine could never hold); on a GPU it begins with the length at which
+            `generate` stops (in a loop of forwards with the prompt and 256 tokens a row) and grows.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
             may take by default; an explicit `max_tokens` is taken at its word.
         compile: On a GPU, let `generate` compile its decode step and replay it as a CUDA graph. Every row
@@ -224,8 +223,6 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             # A graph that the host made masks in does not show how long they were.
             check_length(call.attention_mask, start, key_states.shape[2], self._config)
         keys, values = self.update(key_states, value_states, layer_idx)
-        if isinstance(keys, PagedView) and call is not None and call.model is not None:
-            check_model(call.model(), keys.stored)
         return _apart(dense(keys), key_states), _apart(dense(values), value_states)
 
     def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
@@ -278,8 +275,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         if ids is not None and ids.shape[1] == tokens:
             state.history.check_prompt(ids)
         if tokens == held and held:
-            for group in state.groups:
-                check_prompt_of(model, group, held)
+            state.check_prompt_of(model)
             try:
                 self.crop(-1)
             except (PagedCacheError, RuntimeError) as error:

@@ -37,8 +37,6 @@ _FILLS_IN_DEFAULTS = "merge_with_config_defaults.<locals>.wrapper"
 _TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _UPDATE_IN_GRAPH = "update_in_graph"
 """The method by which a compiled forward reaches a cache."""
-_FRAMES_TO_THE_MODULE = 6
-"""A layer, a cache, a pair of caches, and what may be wrapped around them."""
 
 
 class Ending:
@@ -148,6 +146,8 @@ class ModelCall:
             a place without a frame if there is none.
         root: The outermost call of the host around it: `generate`, or the forward itself.
         model: Whose forward it is, if that shows and it still lives.
+        whole: The outermost model that this forward is part of; where it is none of the host, the outermost
+            module.
         use_cache: What that forward was told, but for a False that nobody said; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
             it has none that its answer depends on.
@@ -160,6 +160,7 @@ class ModelCall:
     forward: Place
     root: Place
     model: weakref.ref[PreTrainedModel] | None
+    whole: weakref.ref[torch.nn.Module] | None
     use_cache: bool | None
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
@@ -168,7 +169,7 @@ class ModelCall:
     is_generating: bool
 
 
-_is_model_forward: dict[CodeType, bool] = {}
+_self_kinds: dict[CodeType, type[torch.nn.Module] | None] = {}
 
 
 def current() -> ModelCall:
@@ -176,13 +177,18 @@ def current() -> ModelCall:
     thread = threading.get_ident()
     inner: FrameType | None = None
     root: FrameType | None = None
+    outer: FrameType | None = None
+    module: FrameType | None = None
     graph: FrameType | None = None
     is_generating = is_in_graph = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
-        if name == "forward" and _belongs_to_model(frame):
-            inner, root = inner or frame, frame
+        if name == "forward" and (kind := _self_kind(frame)) is not None:
+            if kind is PreTrainedModel:
+                inner, outer, root = inner or frame, frame, frame
+            elif not is_in_graph:  # where modules are the compiler's
+                module = frame
         elif _is_generate(frame):
             root, is_generating = frame, True
         elif name == _UPDATE_IN_GRAPH and _module_of(frame).startswith(_PACKAGE):
@@ -196,12 +202,16 @@ def current() -> ModelCall:
         inner, root = graph, root or graph
         model, told = _given_to(graph)
         given = told.get("use_cache")
+    whole = model if outer is None or outer is inner else outer.f_locals.get("self")
+    if whole is None and module is not None:
+        whole = module.f_locals.get("self")
     # Falcon takes positions, and with ALiBi has no use for them.
     has_positions = told.get("alibi") is None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         weakref.ref(model) if isinstance(model, PreTrainedModel) else None,
+        weakref.ref(whole) if isinstance(whole, torch.nn.Module) else None,
         None if inner is None else _use_cache(inner, model, told, given),
         _tensor_in(told, "position_ids") if has_positions else None,
         _tensor_in(told, "attention_mask"),
@@ -221,23 +231,23 @@ def is_generation(depth: int = 1) -> bool:
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
 
 
+def generated_length() -> int | None:
+    """Tokens of a row at which the innermost `generate` of the host on this thread's stack stops.
+
+    None where there is none. Rows may hold more: a prompt given as embeddings, or what a cache held before.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and _module_of(frame).startswith(_GENERATION):
+            length = getattr(frame.f_locals.get("generation_config"), "max_length", None)
+            return length if isinstance(length, int) else None
+        frame = frame.f_back
+    return None
+
+
 def is_copying(depth: int = 1) -> bool:
     """Whether the function that is `depth` frames up from the caller belongs to the module `copy`."""
     return _module_of(sys._getframe(depth + 1)) == "copy"
-
-
-def updating_module(layer_idx: int) -> torch.nn.Module | None:
-    """The attention module that brings K and V of a layer; None if they come from elsewhere."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_TO_THE_MODULE):
-        frame = None if frame is None else frame.f_back
-        if frame is None:
-            break
-        # Looking at the variables of a function keeps them alive as long as it runs, so not at just any.
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(owner, torch.nn.Module):
-            return owner if getattr(owner, "layer_idx", None) == layer_idx else None
-    return None
 
 
 def prompt_of(depth: int = 1) -> tuple[torch.Tensor | None, torch.nn.Module | None]:
@@ -278,13 +288,14 @@ def _tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _belongs_to_model(frame: FrameType) -> bool:
+def _self_kind(frame: FrameType) -> type[torch.nn.Module] | None:
+    """Whether a function is a method of a model of the host, of another module, or of none."""
     code = frame.f_code
-    known = _is_model_forward.get(code)
-    if known is None:
+    if code not in _self_kinds:
         owner: Any = frame.f_locals.get("self")
-        known = _is_model_forward[code] = isinstance(owner, PreTrainedModel)
-    return known
+        kinds = (kind for kind in (PreTrainedModel, torch.nn.Module) if isinstance(owner, kind))
+        _self_kinds[code] = next(kinds, None)
+    return _self_kinds[code]
 
 
 def _is_generate(frame: FrameType) -> bool:
@@ -337,7 +348,7 @@ def _use_cache(frame: FrameType, model: Any, names: Mapping[str, Any], given: ob
     above = frame.f_back
     while above is not None and not _is_generate(above):
         code = above.f_code
-        if code.co_name == "forward" and _belongs_to_model(above):
+        if code.co_name == "forward" and _self_kind(above) is PreTrainedModel:
             if given is not False or _named_use_cache(above.f_locals) is not False:
                 break  # a default of the inner model; or what the outer one wants of it
             model, given = above.f_locals.get("self"), None

@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import compat
 from .autocast import as_attended
 from .errors import CacheMismatchError
-from .group import Owner
 from .kernels.problem import StaticBlocks
+from .static import Reader
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +27,7 @@ class _Updated:
     blocks: StaticBlocks
     window: int | None
     is_vetted: bool
-    owner: Owner | None
+    reader: Reader | None
 
 
 _last: list[_Updated] = []
@@ -42,7 +41,7 @@ def update(
     *,
     remember: bool,
     is_vetted: bool,
-    owner: Owner | None,
+    reader: Reader | None,
     wants_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V; return all slots of all rows.
@@ -55,7 +54,7 @@ def update(
         remember: Whether attention of this package follows. What is never asked for would leave the step as
             one more result of it.
         is_vetted: Whether the kernel was seen to compute what the model's eager function does.
-        owner: The module that computed what is stored.
+        reader: The module whose attention has read what is stored; None if none has.
         wants_gradients: Whether stored tokens wanted a gradient when they came.
 
     Returns:
@@ -97,7 +96,7 @@ def update(
     values = _or_nan_where_full(values, blocks)
     if remember:
         _last.clear()
-        _last.append(_Updated(keys, values, blocks, window, is_vetted, owner))
+        _last.append(_Updated(keys, values, blocks, window, is_vetted, reader))
     return keys, values
 
 
@@ -122,13 +121,13 @@ def attend(
     _last.clear()
     if updated.keys is not key or updated.values is not value:
         return None
-    if updated.owner is not None and updated.owner.module() is not module:
+    if updated.reader is not None and updated.reader.module() is not module:
         refuse(
             "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
             "model itself once, which looks at its weights"
         )
     blocks = updated.blocks
-    if is_eager and (not updated.is_vetted or compat.wants_weights(module, kwargs)):
+    if is_eager and not updated.is_vetted:
         return None
     query = as_attended(query)
     if query.dtype != blocks.keys.dtype or not _is_servable(mask, blocks, kwargs):

@@ -41,8 +41,9 @@ class PagedCacheConfig:
             within 16 %.
         kv_cache_dtype: Format of stored K and V; `auto` keeps the model's dtype. `adaptive` is `int4` for
             prompts up to `adaptive_threshold` tokens and `int8` for longer ones.
-        max_tokens: Capacity of the pool in tokens, summed over the sequences of a batch. None takes the
-            model's `max_position_embeddings` for every sequence, cut to `gpu_memory_utilization`.
+        max_tokens: Capacity of the pool in tokens, summed over the sequences of a batch. None goes up to the
+            model's `max_position_embeddings` for every sequence and to `gpu_memory_utilization`; see
+            `capacity`.
         max_cache_len: The same for each sequence, as the static cache of transformers takes it; not with
             `max_tokens`.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools

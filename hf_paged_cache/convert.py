@@ -64,11 +64,7 @@ def copy_into(paged: Any, other: Cache) -> None:
     if hasattr(other, "_state"):  # another paged cache, which may have left padding out
         paged._state.padding = other._state.padding.stored()
         paged._state.history = other._state.history.copy()
-        for index, mine in enumerate(paged.layers):
-            if isinstance(mine, PagedLayer) and found[index] is not None:
-                owner = other._state.group_of(index).owners.get(index)
-                if owner is not None:
-                    paged._state.group_of(index).owners[index] = owner
+        paged._state.owner = other._state.owner
     for mine, layer in _pairs(paged, other):
         host = mine if not isinstance(mine, PagedLayer) else getattr(mine, "host_part", None)
         source = getattr(layer, "host_part", layer)

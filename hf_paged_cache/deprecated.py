@@ -8,8 +8,7 @@ from typing import Any, NoReturn, overload
 
 import torch
 
-from .errors import PagedCacheError
-from .lazy import WAYS_TO_CHANGE
+from .errors import WAYS_TO_CHANGE, PagedCacheError
 
 _Tensors = Sequence[torch.Tensor | None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,28 +22,6 @@ from .saved import SavedGroup, SavedLayer
 from .spec import LayerSpec
 from .store import Saved, Section
 from .tables import DeviceTables
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The attention module that was seen to use a layer's K and V.
-
-    Attributes:
-        module: The module, if it still lives.
-        fingerprint: What tells its weights from others.
-    """
-
-    module: Callable[[], torch.nn.Module | None]
-    fingerprint: tuple[Any, ...]
-
-    @classmethod
-    def of_saved(cls, fingerprint: tuple[Any, ...]) -> Owner:
-        """An owner of which no more is known than its weights."""
-        return cls(_nobody, fingerprint)
-
-
-def _nobody() -> None:
-    return None
 
 
 def _put(target: torch.Tensor, contents: torch.Tensor, places: Sequence[int]) -> None:
@@ -76,7 +54,6 @@ class LayerGroup:
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantised layers are in the model's dtype; None if none ever is.
         pools: The tensors, made when the first layer that needs them is written.
-        owners: Layer index -> whose weights computed that layer's K and V.
     """
 
     HAS_FIXED_ROWS = False
@@ -106,7 +83,6 @@ class LayerGroup:
         self._guard = guard
         self._unguarded = {i for i in specs if guard is not None and guard.concerns(self.formats[i])}
         self.pools: list[KVPool] = []
-        self.owners: dict[int, Owner] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables = DeviceTables(row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
@@ -155,6 +131,7 @@ class LayerGroup:
             shape.records(self.block_size)
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
+        self.section.streams.enter(shape.device, takes_blocks=True)
         pool, place = self._place(layer_idx, shape, self._expected_layers(layer_idx))
         table = self._tables.table(shape.device, self._rows, is_marked=self._has_marks(pool))
         blocks = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
@@ -181,7 +158,6 @@ class LayerGroup:
     def reset(self) -> None:
         """Forget the rows and give their blocks back."""
         self.manager.reset()
-        self.owners.clear()
         self._tables.tokens = 0
         if self.dense is not None:
             self.dense.reset()
@@ -215,6 +191,7 @@ class LayerGroup:
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed.append(reservation.changed_from)
+        self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
         moves = None
         if self.dense is not None:
             moves = self.dense.follow(self.manager, reservation)
@@ -274,6 +251,8 @@ class LayerGroup:
         block that is shared; the bytes are the same.
         """
         full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
+        if full:
+            self._enter_streams(takes_blocks=False)
         for pool in self.pools if full else ():
             if pool.form is not None:
                 pool.seal(*split_pairs(full))
@@ -310,7 +289,6 @@ class LayerGroup:
             padding_blocks=[table.num_padding for table in tables],
             first_held=self.manager.first_held,
             dense_columns=sorted({columns[block_id] for block_id in slots}),
-            owners={index: owner.fingerprint for index, owner in self.owners.items()},
             unguarded=[index for index in self._layers if index in self._unguarded],
             layers={
                 index: self._export_layer(index, columns, slots, tokens[index]) for index in self._layers
@@ -353,7 +331,6 @@ class LayerGroup:
         ids = self.manager.adopt(saved.tables, length, saved.padding_blocks)
         assert ids is not None, "room was made for all blocks"
         self.manager.first_held = saved.first_held
-        self.owners = {index: Owner.of_saved(fingerprint) for index, fingerprint in saved.owners.items()}
         self._unguarded -= saved.layers.keys() - set(saved.unguarded)
         slots: list[int] = []
         if self.dense is not None:
@@ -383,6 +360,17 @@ class LayerGroup:
         self.section.grow(num_blocks)
         self.bind_again()
 
+    def shrink(self, num_blocks: int) -> None:
+        """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
+        if self.section.members != [self]:
+            return
+        moved = self.section.shrink(num_blocks)
+        self.manager.renumber(moved)
+        if self.dense is not None:
+            self.dense.renumber(moved)
+        self.bind_again()
+        self.sync_tables()
+
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
         version = self.section.version
@@ -398,7 +386,7 @@ class LayerGroup:
         slots = None if dense is None else dense.save()
         attributes = {
             name: copy.copy(getattr(self, name))
-            for name in ("pools", "owners", "formats", "_unguarded", "_layers", "_changed", "is_writing")
+            for name in ("pools", "formats", "_unguarded", "_layers", "_changed", "is_writing")
         }
 
         def restore() -> None:
@@ -425,7 +413,7 @@ class LayerGroup:
         size, columns = self.block_size, self._columns()
         held = {i: min(size, self.num_tokens - column * size) for i, column in columns.items()}
         held = {i: tokens for i, tokens in held.items() if tokens > 0}
-        section = Section(self.num_blocks)
+        section = Section(self.num_blocks, grows=self.section.grows)
         storages = {id(pool.storage): pool.storage.copy(self.num_blocks, [*held]) for pool in self.pools}
         section.storages = list(storages.values())
         manager = self.manager.apart()
@@ -449,7 +437,7 @@ class LayerGroup:
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         twin.section, twin.manager, twin.dense = section, manager, dense
-        twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
+        twin.formats, twin._unguarded = dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
         twin._changed = []
@@ -504,8 +492,8 @@ class LayerGroup:
     def _has_marks(self, pool: KVPool) -> bool:
         return self.dense is not None and pool.form is not None
 
-    def _dense_columns(self, pool: KVPool) -> tuple[int, ...]:
-        return () if self.dense is None or pool.form is None else tuple(self.dense.columns)
+    def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...]:
+        return () if self.dense is None or pool.form is None else (tuple(self.dense.columns),)
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
@@ -522,6 +510,11 @@ class LayerGroup:
             if device not in self._faults:
                 self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
             blocks.fault = self._faults[device].of(layer_idx)
+
+    def _enter_streams(self, *, takes_blocks: bool) -> None:
+        """Order what follows after the other streams that use the section: see `Streams.enter`."""
+        for device in {pool.shape.device for pool in self.pools}:
+            self.section.streams.enter(device, takes_blocks=takes_blocks)
 
     def _place(self, layer_idx: int, shape: PoolShape, room: int) -> tuple[KVPool, int]:
         """The pool of a layer and its place there, in tensors for `room` layers if some have to be made."""

@@ -179,6 +179,8 @@ class LayerGroups:
         """
         for group in self.all:
             group.check_faults()
+            if new_tokens == 1 and not keep_history:
+                self.give_back_chunk(group)
             self.make_room(group, batch, start, new_tokens, keep_history=keep_history, padding=padding)
         for group in self.all:
             group.check_full(new_tokens)
@@ -212,6 +214,19 @@ class LayerGroups:
         free = pool.num_free + pool.num_pending
         raise self._no_room(group, batch, new_tokens, needed, free)
 
+    def give_back_chunk(self, group: LayerGroup) -> None:
+        """Have a window's pool as small again as decode steps need it, after a chunk made it grow."""
+        if group.window is None or isinstance(group, StaticGroup):
+            return
+        num_blocks = group.manager.batch * self._capacity.window_blocks(group.window)
+        if num_blocks >= group.num_blocks:
+            return
+        group.section.collect()
+        # As the reservation of the next token would, which comes after this.
+        group.release_outside_window()
+        if group.manager.pool.num_referenced <= num_blocks:
+            group.shrink(num_blocks)
+
     def check_room_for(self, start: int, new_tokens: int, batch: int) -> None:
         """Raise PoolExhausted unless rows that are cropped to `start` tokens can take so many after that."""
         for group in self.all:
@@ -228,9 +243,13 @@ class LayerGroups:
         missing = needed - pool.num_free - pool.num_pending
         if missing <= 0:
             return True
+        rows = sum(member.manager.batch for member in group.section.members)
         grown = min(
-            max(2 * group.num_blocks, group.num_blocks + missing),
-            self._capacity.ceiling_blocks(group.pools, sum(m.manager.batch for m in group.section.members)),
+            max(
+                self._capacity.grown_blocks(group.num_blocks, group.window, rows, group.pools),
+                group.num_blocks + missing,
+            ),
+            self._capacity.ceiling_blocks(group.pools, rows),
         )
         if grown - group.num_blocks < missing or not group.can_grow:
             return False
@@ -241,6 +260,12 @@ class LayerGroups:
         """Note whether a forward is in progress: then tensors have to stay where they are."""
         for group in self.all:
             group.is_writing = is_writing
+
+    def would_seal(self, new_tokens: int) -> bool:
+        """Whether blocks are encoded, for all of their layers, when so many tokens come."""
+        return any(
+            group.dense is not None and group.dense.full(group.manager, new_tokens) for group in self.all
+        )
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
@@ -334,7 +359,8 @@ class LayerGroups:
         if saved is None:
             return twin
         needed = {group.window: group.num_blocks for group in saved.groups}
-        self.store.collect()
+        for group in self.all:
+            group.section.collect()
         if not all(group.manager.pool.can_allocate(needed[group.window]) for group in self.all):
             twin.store = Store()
         twin._fill(saved, first_tokens, needed)
@@ -389,7 +415,8 @@ class LayerGroups:
 
     def _new_group(self, window: int | None, num_blocks: int, batch: int) -> LayerGroup:
         specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
-        section, size = self.store.section(window, num_blocks), self._config.block_size
+        grows = window is None and not self._capacity.is_asked_for and not self.is_static
+        section, size = self.store.section(window, num_blocks, grows=grows), self._config.block_size
         if self.is_static:
             return StaticGroup(window, specs, section, block_size=size, row_blocks=num_blocks // batch)
         return LayerGroup(

@@ -10,14 +10,13 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from . import calls, compiled, traced
+from . import compiled, traced
 from .autocast import as_attended
-from .errors import CacheMismatchError, PagedCacheError, UnstorableValueError
+from .errors import WAYS_TO_CHANGE, CacheMismatchError, PagedCacheError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
-from .lazy import WAYS_TO_CHANGE, dense
+from .lazy import dense
 from .masks import PagedLength, StaticLength
-from .ownership import check_owner
 from .state import CacheState
 from .static import StaticGroup
 from .view import StoredKV
@@ -44,6 +43,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         twin = copy.copy(self)
         twin._state, twin._last_read = state, None
         return twin
+
+    def forget(self) -> None:
+        """Expect other K and V than so far, as when saved ones were loaded."""
+        self._last_seen = self._last_read = None
 
     # --- what attention calls -------------------------------------------------------------------------------
 
@@ -96,11 +99,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             state.begin_step(self.layer_idx, key_states, value_states)
         try:
             stored = self._store(key_states, value_states, state.step_start)
-            if is_first:
-                # Attention of this package looks too, but a model may have attention code of its own.
-                module = calls.updating_module(self.layer_idx)
-                if module is not None:
-                    check_owner(module, stored)
         except BaseException:
             if state.is_open:  # not taken back yet
                 state.abort_step()
@@ -310,6 +308,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             or stored.end != tokens
             or not stored.is_current
         ):
+            self._state.check_reader(self.layer_idx)
             start = self._first_visible(tokens)
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
@@ -344,7 +343,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             value_states,
             remember=self._state.is_attended(),
             is_vetted=self.layer_idx in group.vetted,
-            owner=group.owners.get(self.layer_idx),
+            reader=group.readers.get(self.layer_idx),
             wants_gradients=self._state.gradients_from is not None,
         )
 

@@ -7,14 +7,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from .errors import PagedCacheError
+from .errors import WAYS_TO_CHANGE, PagedCacheError
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _make_subclass: Any = torch.Tensor._make_subclass
-WAYS_TO_CHANGE = (
-    "What a PagedCache holds is changed by `cache.update(...)` and `cache.crop(...)`; to put in other K and "
-    "V, edit those of `cache.to_dynamic_cache()` and make `PagedCache.from_cache(that, model)`"
-)
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 

@@ -27,10 +27,12 @@ def free_memory_bytes(device: torch.device) -> int:
     return min(_available_ram_bytes(), _cgroup_headroom_bytes())
 
 
-def total_memory_bytes(device: torch.device) -> int:
-    """Bytes that `device` has, whoever uses them: more than that cannot be written."""
+def total_memory_bytes(device: torch.device) -> int | None:
+    """Bytes that `device` has, whoever uses them: more than that cannot be written. None if nobody says."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
+    if device.type != "cpu":
+        return None
     return _meminfo_bytes("MemTotal", "SwapTotal") or _physical_ram_bytes()
 
 

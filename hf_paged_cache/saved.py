@@ -46,7 +46,6 @@ class SavedGroup:
         padding_blocks: Of every row, leading blocks that are not stored because they were padding.
         first_held: First token that is what a forward stored.
         dense_columns: Columns of the tables that quantised layers keep in the model's dtype.
-        owners: Layer index -> what tells the weights that computed its K and V from others.
         unguarded: Layers that the guard has yet to look at.
         layers: Layer index -> K and V, of the layers that have their places.
     """
@@ -56,7 +55,6 @@ class SavedGroup:
     padding_blocks: list[int]
     first_held: int
     dense_columns: list[int]
-    owners: dict[int, tuple[Any, ...]]
     unguarded: list[int]
     layers: dict[int, SavedLayer]
 
@@ -89,6 +87,34 @@ class SavedPadding:
 
 
 @dataclass(frozen=True)
+class SavedWeight:
+    """What a file knows of a tensor of a model; see `ownership`.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        digest: Of a few of its values; None if they were not there, or not plain.
+    """
+
+    shape: list[int]
+    dtype: str
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """What a file knows of the weights that computed its K and V.
+
+    Attributes:
+        tensors: Name -> what is known of it.
+        adapters: Which were active, as text.
+    """
+
+    tensors: dict[str, SavedWeight]
+    adapters: str
+
+
+@dataclass(frozen=True)
 class SavedSettings:
     """What must agree with the cache that loads it."""
 
@@ -108,6 +134,7 @@ class SavedCache:
         tokens: Layer index -> tokens per row that this layer holds.
         record_past: Window layers keep what they would drop.
         input_ids: `[rows, known tokens]`.
+        owner: What tells the weights that computed K and V from others; None if that is not known.
         padding: What is remembered of rows that begin with padding.
         groups: One per window; none without rows.
         hosts: Attributes of the layers (and parts of them) that are of the host's own classes.
@@ -120,6 +147,7 @@ class SavedCache:
     tokens: dict[int, int]
     record_past: bool
     input_ids: torch.Tensor
+    owner: SavedWeights | None
     padding: SavedPadding
     groups: list[SavedGroup]
     hosts: list[dict[str, Any]]
@@ -161,7 +189,7 @@ def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
         )
         return tuple(parse(kind, item, where) for kind, item in zip(inner, value, strict=True))
     if origin is tuple:
-        _require(_is_constant(value), where, "a tuple of numbers and strings", value)
+        _require(type(value) is tuple and _is_constant(value), where, "a tuple of constants", value)
         return value
     if origin is list:
         _require(type(value) is list, where, "a list", value)

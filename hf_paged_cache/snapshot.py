@@ -14,10 +14,8 @@ say, and which shape a model gives the latter beyond their rows: bytes are bytes
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from .errors import PagedCacheError
 from .formats import KVFormat, with_keys_in_int8
 from .hosts import HostParts
 from .layer import PagedLayer
+from .ownership import Weights
 from .padding import Padding
 from .precision import Precision
 from .saved import (
@@ -59,6 +58,7 @@ def take(state: CacheState, hosts: HostParts) -> dict[str, Any]:
             tokens=dict(state.tokens),
             record_past=state.record_past,
             input_ids=ids if ids.shape[1] else ids.new_empty(state.batch, 0),
+            owner=state.owner.saved() if isinstance(state.owner, Weights) else state.owner,
             padding=SavedPadding(**state.padding.state_dict()),
             groups=[group.export(state.tokens) for group in state.groups] if state.batch else [],
             hosts=[_copied(_plain_attributes(vars(part))) for part in hosts.parts],
@@ -133,20 +133,18 @@ def load(state: CacheState, hosts: HostParts, layers: Sequence[Any], contents: C
     """
     before = state.layer_groups
     saved = contents.saved if contents.saved.batch else None
-    groups = state.change(lambda: before.beside(saved, contents.first_tokens))
-    attributes = state.with_contents(groups, contents.saved, contents.tokens, contents.padding)
-    changes = [
-        (state, "__dict__", attributes),
-        *((part, "__dict__", _copied(values)) for part, values in contents.parts),
-        *((hosts, name, value) for name, value in hosts.settled().items()),
-        *chain.from_iterable(
-            ((layer, "_last_seen", None), (layer, "_last_read", None))
-            for layer in layers
-            if isinstance(layer, PagedLayer)
-        ),
-    ]
-    # One call without a line of Python in it, so that no interrupt finds half of it done.
-    deque(starmap(setattr, changes), maxlen=0)
+
+    def make() -> None:
+        groups = before.beside(saved, contents.first_tokens)
+        vars(state).update(state.with_contents(groups, contents.saved, contents.tokens, contents.padding))
+        for part, values in contents.parts:
+            part.__dict__ = _copied(values)
+        vars(hosts).update(hosts.settled())
+        for layer in layers:
+            if isinstance(layer, PagedLayer):
+                layer.forget()
+
+    state.change(make, hosts)
     before.store.change(before.save, before.reset)
 
 
@@ -270,9 +268,6 @@ def _check_group(
     _expect(group.layers.keys() <= formats.keys(), f"{where}['layers']", f"of {[*formats]}", [*group.layers])
     for index, layer in group.layers.items():
         _check_layer(group, layer, formats[index], size, count, f"{where}['layers'][{index}]")
-    _expect(
-        group.owners.keys() <= group.layers.keys(), f"{where}['owners']", "of its layers", [*group.owners]
-    )
     judged = [i for i in group.layers if (form := formats[i]) is not None and form.keys.bits <= 4]
     _expect(
         group.unguarded == [index for index in judged if index in set(group.unguarded)],

@@ -31,6 +31,7 @@ from .groups import LayerGroups
 from .history import TokenHistory
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
+from .ownership import Owner, check_prompt, owner_after
 from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .saved import SavedCache
 from .spec import LayerSpec
@@ -84,6 +85,7 @@ class CacheState:
         has_open_step: Some layer of static rows has yet to join the step in progress.
         padding: What is remembered of rows that begin with padding.
         gradients_from: First stored token whose K or V wanted a gradient when it came; None if there is none.
+        owner: Whose weights computed what is stored; None if that is not known.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
     """
 
@@ -109,6 +111,7 @@ class CacheState:
         self.padding = NO_PADDING
         self.gradients_from: int | None = None
         self.equal_rows = 0
+        self.owner: Owner | None = None
         self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
@@ -167,15 +170,15 @@ class CacheState:
         self.check_lost()
         if new_tokens == 0:
             raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
-        self._check_in_step(layer_idx, start)
+        self._check_in_step(layer_idx, start, new_tokens)
         self.check_chunk(new_tokens, is_warm=start > 0)
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and call is not None:
             self.check_reading(call, is_warm=start > 0)
-        if call is not None and call.root != self._root:
+        if call is not None and self._is_new(call):
             if start and call.is_generating and self.is_encoder_decoder and not self._is_cross:
                 self.history.check_restart(call.input_ids)
-            self._root = call.root
+            self._enter(call, start)
         try:
             self.change(partial(self._begin, start, key_states, value_states, call, is_read_only))
         except BaseException:
@@ -200,6 +203,33 @@ class CacheState:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
         self._groups.set_writing(True)
+
+    def check_reader(self, layer_idx: int) -> None:
+        """Look whose weights read, where no update comes before: cross-attention reads what it once wrote.
+
+        Raises:
+            CacheMismatchError: Other weights computed it.
+        """
+        if self._is_cross and layer_idx == next(iter(self.tokens)) and not torch.compiler.is_compiling():
+            call = calls.current()
+            if self._is_new(call):
+                self._enter(call, self.step_end)
+
+    def check_prompt_of(self, model: torch.nn.Module | None) -> None:
+        """Raise CacheMismatchError if a model is about to go on with what other weights computed."""
+        check_prompt(self.owner, model, self.step_end)
+
+    def _is_new(self, call: ModelCall) -> bool:
+        """Whether another call of the host has come than the last one; models of others do not tell."""
+        return call.root.frame is None or call.root != self._root
+
+    def _enter(self, call: ModelCall, tokens: int) -> None:
+        try:
+            self.owner = owner_after(self.owner, call, tokens)
+        except CacheMismatchError:
+            self.take_back_outside()
+            raise
+        self._root = call.root
 
     @staticmethod
     def check_reading(call: ModelCall, *, is_warm: bool) -> None:
@@ -514,6 +544,7 @@ class CacheState:
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
         self.is_lost = False
+        self.owner = None
         self._last_written = None
         self.padding, self._noted = NO_PADDING, None
         self.gradients_from = None
@@ -563,6 +594,7 @@ class CacheState:
         twin.batch, twin.tokens, twin.padding = saved.batch, tokens, padding
         twin.step_start = twin.step_end = saved.length
         twin.record_past, twin.is_lost = saved.record_past, False
+        twin.owner = saved.owner
         twin._last_written = twin._noted = twin._root = None
         twin._twins = Twins()
         twin._close_step()
@@ -608,17 +640,23 @@ class CacheState:
             if self.tokens[index] != count and (self.tokens[index] or place >= reached > 0)
         ]
 
-    def _check_in_step(self, layer_idx: int, start: int) -> None:
+    def _unlike(self, layer_idx: int, held: int) -> CacheMismatchError:
+        return CacheMismatchError(
+            f"layer {layer_idx} holds {held} tokens per row, and the cache {self.step_end}: a forward ended "
+            "before it came to that layer (layers that were left out, an early exit). "
+            f"`cache.crop({held - self.step_end})` takes back what the layer has missed, `cache.reset()` "
+            "starts anew"
+        )
+
+    def _check_in_step(self, layer_idx: int, start: int, new_tokens: int) -> None:
         """A new step may only begin when every layer has finished the last one."""
+        left_out = next((index for index, count in self.tokens.items() if 0 < count < start), None)
+        if left_out is not None and not self.is_open and self._groups.would_seal(new_tokens):
+            raise self._unlike(left_out, self.tokens[left_out])  # whose part of a block is not there
         if start != self.step_end:
-            held = self.step_end
-            if self.is_next_in_step(layer_idx):
+            if self.is_open:
                 self.abort_step()
-            raise CacheMismatchError(
-                f"layer {layer_idx} holds {start} tokens per row while the cache holds {held}: every layer "
-                "must be updated in every forward, with the same number of tokens. `cache.reset()` starts "
-                "anew"
-            )
+            raise self._unlike(layer_idx, start)
         behind = self._behind(start) if start and self.is_open else []
         if behind:
             first = behind[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from typing import Any
 
@@ -259,19 +258,11 @@ def test_a_cache_filled_by_other_weights_is_refused(model: PreTrainedModel) -> N
     for filler, reader in ((model, other), (other, model)):
         cache = PagedCache(filler, block_size=16)
         filler(ids, past_key_values=cache)
-        with pytest.raises(CacheMismatchError, match=r"layer 0: the 9 cached tokens .* another model"):
+        with pytest.raises(CacheMismatchError, match=r"the 9 cached tokens .* another model"):
             reader(ids[:, :1], past_key_values=cache)
         assert [cache.get_seq_length(layer) for layer in range(3)] == [9, 9, 9]
         cache.check_integrity()
         filler(ids[:, :1], past_key_values=cache)
-
-
-def test_a_copy_of_the_model_may_go_on_with_the_cache(model: PreTrainedModel) -> None:
-    ids = torch.arange(1, 10)[None]
-    cache = PagedCache(model, block_size=16)
-    model(ids, past_key_values=cache)
-    twin = copy.deepcopy(model)
-    assert twin(ids[:, :1], past_key_values=cache).logits.shape == (1, 1, 97)
 
 
 def test_a_layer_that_lags_behind_is_refused() -> None:

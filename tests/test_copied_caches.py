@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from hf_paged_cache import CacheMismatchError, PagedCache, PagedCacheError
 from hf_paged_cache.config import LAYER_DTYPES
 from hf_paged_cache.errors import PoolExhausted, StaleViewError
+from tests.interrupts import Interrupted, interrupting
 from tests.models import shared_model
 from tests.padded import fill, ragged
 from tests.poison import poison
@@ -219,53 +220,28 @@ def test_ids_that_were_cropped_are_in_no_copy() -> None:
 # --- all or nothing -----------------------------------------------------------------------------------------
 
 
-class Interrupted(BaseException):
-    """As `KeyboardInterrupt`, but of this test."""
-
-
 @pytest.mark.parametrize("name", ["auto", "int4"])
-def test_loading_that_is_interrupted_anywhere_leaves_the_cache_as_it_was_or_loaded(name: str) -> None:
-    """Before lines of the package that loading runs, all but those of a pool's own bookkeeping."""
+def test_loading_that_is_interrupted_leaves_the_cache_as_it_was_or_loaded(name: str) -> None:
+    """At lines evenly spread over all that the package runs for it."""
     model = shared_model("llama")
-    source, cache = cache_of(model, name), cache_of(model, name)
+    source, cache, other = (cache_of(model, name) for _ in range(3))
     feed(model, source, ids(40))
     feed(model, cache, ids(21, 1, seed=3))
     saved, before = source.state_dict(), cache.state_dict()
-
-    def trace_from(line: int) -> Callable[..., Any]:
-        left = [line]
-
-        def trace(frame: Any, event: str, argument: Any) -> Any:
-            name = frame.f_code.co_filename
-            if "hf_paged_cache" not in name or "/blocks/" in name:
-                return None
-            if event == "line":
-                left[0] -= 1
-                if left[0] == 0:
-                    raise Interrupted
-            return trace
-
-        return trace
-
-    line, outcomes = 1, set()
-    while True:
-        sys.settrace(trace_from(line))
-        try:
+    other.load_state_dict(before)
+    with interrupting(None) as lines:
+        other.load_state_dict(saved)
+    outcomes = []
+    for at in range(0, lines[0], lines[0] // 40):
+        with contextlib.suppress(Interrupted), interrupting(at):
             cache.load_state_dict(saved)
-            break
-        except Interrupted:
-            pass
-        finally:
-            sys.settrace(None)
-        is_loaded = cache.get_seq_length() == 40
-        outcomes.add(is_loaded)
-        assert _same(cache.state_dict(), saved if is_loaded else before)
+        outcomes.append(cache.get_seq_length() == 40)
+        assert _same(cache.state_dict(), saved if outcomes[-1] else before)
         cache.check_integrity()
-        if is_loaded:
+        if outcomes[-1]:
             cache.load_state_dict(before)
-        line += 7
     assert False in outcomes
-    assert _same(cache.state_dict(), saved)
+    cache.load_state_dict(saved)
     cache.check_integrity()
     assert torch.equal(feed(model, cache, ids(1)), feed(model, source, ids(1)))
 

@@ -35,8 +35,14 @@ def versions() -> dict[str, str | None]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            found[name] = _version_by_module(name)
     return found
+
+
+def _version_by_module(module: str) -> str | None:
+    """Of whatever package brings a module: torch for ROCm or XPU has its Triton under another name."""
+    packages = importlib.metadata.packages_distributions().get(module, ())
+    return next((f"{importlib.metadata.version(package)} ({package})" for package in packages), None)
 
 
 def describe(device: torch.device) -> dict[str, str]:

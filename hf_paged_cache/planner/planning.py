@@ -216,6 +216,11 @@ def _notes(config: PreTrainedConfig, stored: StoredShapes) -> list[str]:
         found.append(f"states of {shown(stored.state_bytes)} per row lie beside the blocks; they are counted")
     if stored.state_token_bytes:
         found.append(f"an indexer keeps {stored.state_token_bytes} bytes per token; they are counted")
+    if any(spec.window is not None for spec, _ in architectures.layer_specs(config)):
+        found.append(
+            "layers with a window hold one window a row; tokens that come several at a time after it is full "
+            "take what they need beside it until the next step of one token"
+        )
     if architectures.has_outside_state(config):
         found.append("the model keeps a recurrent state in itself; it is not counted")
     layers = len(architectures.layer_specs(config))
