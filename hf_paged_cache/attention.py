@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from . import compat, compiled, masks
+from .autocast import as_attended, without_autocast
 from .kernels import dispatch
 from .kernels.prefill import MAX_DECODE_TOKENS, attend_with_history
 from .kernels.problem import Attention
@@ -120,7 +121,7 @@ def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, to
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if torch.compiler.is_compiling():
             output = compiled.attend(module, query, key, value, attention_mask, kwargs, is_eager=is_eager)
-            if output is not None:
+            if output is not None and not (is_eager and compat.wants_weights(module, kwargs)):
                 return output, None
             return _host_attention(implementation, module, query, key, value, attention_mask, kwargs)
         result = _compute(implementation, module, query, key, value, attention_mask, kwargs)
@@ -202,10 +203,10 @@ def _compute(
 
 def _fit(mask: torch.Tensor | None, stored: StoredKV) -> torch.Tensor | None:
     """The mask over the tokens of a view. Masks for static rows are as wide as a row can be."""
-    if mask is None or not stored.state.is_static or mask.dim() != 4:
-        return mask
-    is_wide = mask.shape[3] == stored.state.row_capacity_tokens != stored.end - stored.start
-    return mask[..., stored.start : stored.end] if is_wide else mask
+    if mask is not None and stored.state.is_static and mask.dim() == 4:
+        is_wide = mask.shape[3] == stored.state.row_capacity_tokens != stored.end - stored.start
+        mask = mask[..., stored.start : stored.end] if is_wide else mask
+    return mask if type(mask) is LazyMask else dense(mask)
 
 
 def _host_attention(
@@ -240,7 +241,7 @@ def _attend(
         return None
     if kwargs.get("dropout") and module.training:
         return None  # the kernels have none
-    if not _is_servable(implementation, query, stored, mask, kwargs):
+    if not _is_servable(implementation, module, query, stored, mask, kwargs):
         return None
     if implementation == "eager" and not _is_trusted(module, query, stored, mask, kwargs):
         return None
@@ -256,7 +257,7 @@ def _is_trusted(
 ) -> bool:
     """Whether the kernel may stand in for a module's eager function, seen by trying it once."""
     names = tuple(sorted(name for name, value in kwargs.items() if value is not None))
-    case = (names, query.dtype, type(mask), None if mask is None else mask.dtype)
+    case = (names, stored.blocks.keys.dtype, type(mask), None if mask is None else mask.dtype)
     verdicts = _TRUSTED.setdefault(module, {})
     if case not in verdicts:
         verdicts[case] = _agrees(module, query, stored, mask, kwargs)
@@ -285,7 +286,7 @@ def _host_attention_vetted(
     if (
         stored.end - stored.start >= MIN_VETTED_TOKENS
         and kwargs.get("position_bias") is None
-        and _is_servable("eager", newest, stored, shown, kwargs)
+        and _is_servable("eager", module, newest, stored, shown, kwargs)
         and _is_same(_paged("eager", module, newest, stored, shown, kwargs), result[0][:, -newest.shape[2] :])
     ):
         group.vetted.add(stored.layer_idx)
@@ -294,12 +295,13 @@ def _host_attention_vetted(
 
 def _is_servable(
     implementation: str,
+    module: torch.nn.Module,
     query: torch.Tensor,
     stored: StoredKV,
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> bool:
-    if query.dtype != stored.blocks.keys.dtype:
+    if as_attended(query).dtype != stored.blocks.keys.dtype:
         return False
     if mask is not None and not (
         isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[3] == stored.end - stored.start
@@ -308,8 +310,8 @@ def _is_servable(
     inputs = (query, stored.fresh_keys, stored.fresh_values, kwargs.get("s_aux"), kwargs.get("position_bias"))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return False  # the kernels have no backward
-    if implementation == "eager" and kwargs.get("output_attentions"):
-        return False  # only the host's function returns the weights
+    if implementation == "eager" and compat.wants_weights(module, kwargs):
+        return False  # only the host's function returns them
     q_tokens = query.shape[2]
     return q_tokens <= MAX_DECODE_TOKENS or stored.fresh_keys is not None
 
@@ -323,6 +325,7 @@ def _paged(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     stored.check_current()
+    query = as_attended(query)
     q_tokens = query.shape[2]
     scale = kwargs.get("scaling")
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else float(scale)
@@ -343,19 +346,20 @@ def _paged(
         )
     assert fresh_keys is not None, "only views returned by `update` come this far"
     assert fresh_values is not None, "fresh K never come without fresh V"
-    return attend_with_history(
-        stored.blocks,
-        query=query,
-        fresh_keys=fresh_keys,
-        fresh_values=fresh_values,
-        history_start=stored.start,
-        history_end=stored.history_end,
-        scale=scale,
-        mask=mask,
-        is_causal=causal,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    with without_autocast(query):
+        return attend_with_history(
+            stored.blocks,
+            query=query,
+            fresh_keys=fresh_keys,
+            fresh_values=fresh_values,
+            history_start=stored.start,
+            history_end=stored.history_end,
+            scale=scale,
+            mask=mask,
+            is_causal=causal,
+            softcap=softcap,
+            sinks=sinks,
+        )
 
 
 def _pattern(

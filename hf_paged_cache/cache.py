@@ -49,7 +49,8 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     Constructing a cache activates paged attention on the model or config given (see `hf_paged_cache.disable`
     and `hf_paged_cache.paged_attention`). The model computes the same as before with any other cache.
 
-    Cached K and V are constants: no gradient flows into tokens of earlier forwards. It subclasses
+    Cached K and V are stored without their graph: a gradient that arrives at tokens which wanted one when
+    they were stored is an error, and no gradient flows into the others. It subclasses
     `DynamicCache`, so that the host's type checks (`EncoderDecoderCache.crop`, Whisper) let it pass.
 
     Args:
@@ -226,7 +227,9 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
         """Whether a step that is being compiled calls an operator for a layer: it has no backward."""
-        wants_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        wants_grad = torch.is_grad_enabled() and (
+            key_states.requires_grad or value_states.requires_grad or self._state.gradients_from is not None
+        )
         return (
             isinstance(self.layers[layer_idx], PagedLayer)
             and not wants_grad

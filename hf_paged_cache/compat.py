@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers import masking_utils as _masking
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils import output_capturing as _capturing
 
 from . import calls
 from .errors import CacheMismatchError, PagedCacheError
@@ -179,6 +180,30 @@ def attention_function(implementation: str, module: torch.nn.Module) -> Callable
     module_class: Any = type(module)
     found: Callable[..., Any] = _eager_function(module_class)
     return found
+
+
+def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether somebody will read the weights that the attention function of a module returns.
+
+    The host records them with hooks on its modules, and most of its modules are not told so. Other people's
+    hooks see them too.
+
+    Args:
+        module: The attention module.
+        kwargs: What it passes to the attention function.
+    """
+    if kwargs.get("output_attentions"):
+        return True
+    collector: Any = _capturing._active_collector
+    if torch.compiler.is_compiling():
+        recorded = collector.global_var
+    else:
+        recorded = collector.get()
+        if any(
+            getattr(hook, "__module__", "") != _capturing.__name__ for hook in module._forward_hooks.values()
+        ):
+            return True
+    return any("attention" in name for name in recorded or ())
 
 
 def mask_function(implementation: str) -> Callable[..., Any]:

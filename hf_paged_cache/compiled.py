@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .autocast import as_attended
 from .errors import CacheMismatchError
 from .kernels.problem import StaticBlocks
 from .static import Reader
@@ -41,6 +42,7 @@ def update(
     remember: bool,
     is_vetted: bool,
     reader: Reader | None,
+    wants_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V; return all slots of all rows.
 
@@ -53,6 +55,7 @@ def update(
             one more result of it.
         is_vetted: Whether the kernel was seen to compute what the model's eager function does.
         reader: The module whose attention has read what is stored; None if none has.
+        wants_gradients: Whether stored tokens wanted a gradient when they came.
 
     Returns:
         K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
@@ -78,7 +81,8 @@ def update(
             f"{tuple(value_states.shape)} {value_states.dtype}. `cache.reset()` for a new batch, or a new "
             "PagedCache for another model"
         )
-    if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+    wants_gradients = wants_gradients or key_states.requires_grad or value_states.requires_grad
+    if wants_gradients and torch.is_grad_enabled():
         refuse(
             "a compiled step over a PagedCache has no backward; call it under `torch.no_grad()`, or without "
             "torch.compile"
@@ -125,6 +129,7 @@ def attend(
     blocks = updated.blocks
     if is_eager and not updated.is_vetted:
         return None
+    query = as_attended(query)
     if query.dtype != blocks.keys.dtype or not _is_servable(mask, blocks, kwargs):
         return None
     scale, q_tokens = kwargs.get("scaling"), query.shape[2]

@@ -53,14 +53,19 @@ def copy_into(paged: Any, other: Cache) -> None:
     if padding.unstored:
         length = max(lengths.values())
         paged._state.note_mask(0, length, padding.mask(length))
+    wants_gradients = torch.is_grad_enabled() and any(
+        states is not None and any(side.requires_grad for side in states) for states in found
+    )
     with torch.no_grad():
         for index, states in enumerate(found):
             if states is not None:
-                paged.update(*states, index)
+                paged.update(*(side.detach() for side in states), index)
         for index, (mine, layer) in enumerate(_pairs(paged, other)):
             if found[index] is not None and isinstance(mine, PagedWindowLayer):
                 manager = paged._state.group_of(index).manager
                 manager.first_held = max(manager.first_held, mine.get_seq_length() - layer.keys.shape[2])
+    if wants_gradients:
+        paged._state.gradients_from = 0
     if hasattr(other, "_state"):  # another paged cache
         paged._state.padding = padding
         paged._state.history = other._state.history.copy()
@@ -133,5 +138,5 @@ def _states(index: int, mine: Any, layer: Any) -> tuple[torch.Tensor, torch.Tens
 
 def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
     missing = length - states.shape[2]
-    dense = states.detach() + 0 if type(states) is not torch.Tensor else states.detach()
+    dense = states + 0 if type(states) is not torch.Tensor else states
     return torch.nn.functional.pad(dense, (0, 0, missing, 0)) if missing > 0 else dense

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, overload
 
 import torch
 
-from .errors import PagedCacheError
+from .errors import WAYS_TO_CHANGE, PagedCacheError
+
+_Tensors = Sequence[torch.Tensor | None]
 
 
 class DeprecatedReads:
@@ -22,16 +25,24 @@ class DeprecatedReads:
         return self._length(0)
 
     @property
-    def key_cache(self) -> list[torch.Tensor | None]:
+    def key_cache(self) -> _Tensors:
         """Dense K of every layer; now `layers[i].keys`."""
         _warn("key_cache", "layers[i].keys")
-        return [layer.keys for layer in self.layers]
+        return _ReadOnlyList("key_cache", [layer.keys for layer in self.layers])
+
+    @key_cache.setter
+    def key_cache(self, value: object) -> NoReturn:
+        _refuse_writes("key_cache")
 
     @property
-    def value_cache(self) -> list[torch.Tensor | None]:
+    def value_cache(self) -> _Tensors:
         """Dense V of every layer; now `layers[i].values`."""
         _warn("value_cache", "layers[i].values")
-        return [layer.values for layer in self.layers]
+        return _ReadOnlyList("value_cache", [layer.values for layer in self.layers])
+
+    @value_cache.setter
+    def value_cache(self, value: object) -> NoReturn:
+        _refuse_writes("value_cache")
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """K and V of a layer; now `layers[i].keys`, `layers[i].values`."""
@@ -66,6 +77,37 @@ class DeprecatedReads:
 
     def _length(self, layer_idx: int) -> int:
         return int(self.get_seq_length(layer_idx))  # type: ignore[attr-defined]  # a cache has it
+
+
+class _ReadOnlyList(Sequence[torch.Tensor | None]):
+    """K or V of all layers, as lists of earlier caches are read."""
+
+    def __init__(self, name: str, tensors: list[torch.Tensor | None]) -> None:
+        self._name = name
+        self._tensors = tensors
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Tensors: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | _Tensors | None:
+        return self._tensors[index]
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def _refuse(self, *args: object) -> NoReturn:
+        _refuse_writes(self._name)
+
+    __setitem__ = __delitem__ = __iadd__ = _refuse
+    append = extend = insert = pop = clear = _refuse
+
+
+def _refuse_writes(name: str) -> NoReturn:
+    raise PagedCacheError(
+        f"`{name}` is read from the blocks of the cache, so nothing can be assigned, added or deleted there. "
+        f"{WAYS_TO_CHANGE}"
+    )
 
 
 def _warn(old: str, new: str) -> None:

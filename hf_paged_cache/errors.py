@@ -23,6 +23,12 @@ from __future__ import annotations
 import copyreg
 from typing import Any
 
+WAYS_TO_CHANGE = (
+    "What a PagedCache holds is changed by `cache.update(...)` and `cache.crop(...)`; to put in other K and "
+    "V, edit those of `cache.to_dynamic_cache()` and make `PagedCache.from_cache(that, model)`"
+)
+"""What messages say of ways to change stored K and V."""
+
 
 class PagedCacheError(ValueError):
     """A caller's mistake. The cache is as it was before the call."""

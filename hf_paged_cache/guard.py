@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .autocast import without_autocast
 from .errors import QuantisationError
 from .formats import KVFormat, with_keys_in_int8
 
@@ -55,8 +56,9 @@ def key_error(form: KVFormat, keys: torch.Tensor) -> float:
         The largest error of a head, each the mean over blocks.
     """
     wide = keys.float()
-    codes, params = form.keys.encode(wide)
-    error = form.keys.decode(codes, params, keys.shape[-1]) - wide
+    with without_autocast(wide):
+        codes, params = form.keys.encode(wide)
+        error = form.keys.decode(codes, params, keys.shape[-1]) - wide
     varied = wide - wide.mean(-2, keepdim=True)
     error = error - error.mean(-2, keepdim=True)
     error, varied, size = (x.norm(dim=-1).median(dim=-1).values for x in (error, varied, wide))

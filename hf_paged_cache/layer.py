@@ -11,14 +11,15 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from . import compiled, traced
-from .errors import CacheMismatchError, PagedCacheError, UnstorableValueError
+from .autocast import as_attended
+from .errors import WAYS_TO_CHANGE, CacheMismatchError, PagedCacheError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .lazy import dense
 from .masks import PagedLength, StaticLength
 from .state import CacheState
 from .static import StaticGroup
-from .view import PagedView, StoredKV
+from .view import StoredKV
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
@@ -54,7 +55,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if self.layer_idx not in self._state.blocks:
             if not _have_content(key_states, value_states):
                 self._raise_mismatch(key_states, value_states)
-            self._state.claim(self.layer_idx, key_states, value_states)
+            self._state.claim(self.layer_idx, as_attended(key_states), as_attended(value_states))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -80,6 +81,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             QuantisationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
         """
         state = self._state
+        key_states, value_states = as_attended(key_states), as_attended(value_states)
         if torch.compiler.is_compiling():
             if state.can_be_static and state.would_be_static(key_states.device):
                 return self._update_compiled(key_states, value_states)
@@ -101,8 +103,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             if state.is_open:  # not taken back yet
                 state.abort_step()
             raise
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return stored.dense()  # below a view the gradient of these tokens would be lost
+        wants_gradients = key_states.requires_grad or value_states.requires_grad
+        if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
+            return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
         return stored.views()
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
@@ -114,6 +117,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         stored_keys, stored_values = key_states, value_states
         if key_states.requires_grad or value_states.requires_grad:
             # What is stored is a constant; a backend in torch would else make the pool part of the graph.
+            if torch.is_grad_enabled() and state.gradients_from is None:
+                state.gradients_from = start
             stored_keys, stored_values = key_states.detach(), value_states.detach()
         if blocks.records is not None:
             self._write_quantised(blocks, stored_keys, stored_values, start)
@@ -129,6 +134,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `update`, for a forward that is being compiled; `cache` is what `traced.register` gave."""
         tokens = self._state.tokens
+        key_states, value_states = as_attended(key_states), as_attended(value_states)
         start, end = tokens[self.layer_idx], tokens[self.layer_idx] + key_states.shape[2]
         visible = end - self._first_visible(start)
         keys, values = traced.update(key_states, value_states, cache, self.layer_idx, start, visible)
@@ -182,7 +188,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     # --- what people read -----------------------------------------------------------------------------------
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
+    def keys(self) -> torch.Tensor | None:
         """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
 
         Zeros stand for what is not stored: tokens outside a window, left padding.
@@ -190,11 +196,27 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         views = self._stored_views()
         return views[0] if views else None
 
+    @keys.setter
+    def keys(self, value: object) -> NoReturn:
+        self._refuse_assignment("keys")
+
+    @keys.deleter
+    def keys(self) -> NoReturn:
+        self._refuse_assignment("keys")
+
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute in the host
+    def values(self) -> torch.Tensor | None:
         """Stored V `[batch, kv_heads, tokens, v_head_dim]`, dense when touched; None if there is none."""
         views = self._stored_views()
         return views[1] if views else None
+
+    @values.setter
+    def values(self, value: object) -> NoReturn:
+        self._refuse_assignment("values")
+
+    @values.deleter
+    def values(self) -> NoReturn:
+        self._refuse_assignment("values")
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]  # an attribute in the host
@@ -274,7 +296,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         """First stored token that a query after `tokens` tokens attends."""
         return 0
 
-    def _stored_views(self) -> tuple[PagedView, PagedView] | None:
+    def _stored_views(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self._blocks is None or not self._state.batch:
             return None
         tokens = self.get_seq_length()
@@ -290,6 +312,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             start = self._first_visible(tokens)
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
+        if self._state.gradients_from is not None and torch.is_grad_enabled():
+            return stored.in_graph(*stored.views())
         return stored.views()
 
     def _static_group(self) -> StaticGroup:
@@ -320,6 +344,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             remember=self._state.is_attended(),
             is_vetted=self.layer_idx in group.vetted,
             reader=group.readers.get(self.layer_idx),
+            wants_gradients=self._state.gradients_from is not None,
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
@@ -399,14 +424,24 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
                 "`cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for a new batch"
             )
         if blocks is None:
-            raise CacheMismatchError(f"layer {self.layer_idx}: K and V must have one dtype; got {got}")
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must have one dtype; got {got}. Run the model under "
+                "`torch.autocast`, whose dtype both are stored in, or cast them before `cache.update(...)`"
+            )
         expected = (
             f"{blocks.keys.shape[1]} kv heads, head_dim {blocks.keys.shape[3]} (K) and "
             f"{blocks.values.shape[3]} (V), {blocks.keys.dtype} on {blocks.keys.device}"
         )
         raise CacheMismatchError(
             f"layer {self.layer_idx}: this cache stores {expected}; got {got}. A cache serves one model in "
-            "one dtype on one device: make a new PagedCache for another"
+            "one dtype on one device, and under `torch.autocast` that is the dtype of autocast: go on as the "
+            "cache was filled, or make a new PagedCache"
+        )
+
+    def _refuse_assignment(self, name: str) -> NoReturn:
+        raise PagedCacheError(
+            f"`{name}` of layer {self.layer_idx} cannot be assigned or deleted: it is read from the blocks "
+            f"of the cache. {WAYS_TO_CHANGE}"
         )
 
     def _refuse(self, method: str) -> NoReturn:

@@ -84,6 +84,7 @@ class CacheState:
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
         padding: What is remembered of rows that begin with padding.
+        gradients_from: First stored token whose K or V wanted a gradient when it came; None if there is none.
         owner: Whose weights computed what is stored; None if that is not known.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
     """
@@ -108,6 +109,7 @@ class CacheState:
         self.can_be_static = False
         self.has_open_step = False
         self.padding = NO_PADDING
+        self.gradients_from: int | None = None
         self.equal_rows = 0
         self.owner: Owner | None = None
         self._noted: NotedMask | None = None
@@ -545,6 +547,7 @@ class CacheState:
         self.owner = None
         self._last_written = None
         self.padding, self._noted = NO_PADDING, None
+        self.gradients_from = None
         self._close_step()
 
     def replace_tail(
@@ -731,3 +734,5 @@ class CacheState:
         self.has_open_step = False
         self._last_written = None
         self.padding, self._noted = self.padding.crop(num_tokens), None
+        if self.gradients_from is not None and self.gradients_from >= num_tokens:
+            self.gradients_from = None

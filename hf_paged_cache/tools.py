@@ -191,9 +191,9 @@ class CacheTools:
                 f"drop({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
                 "everything from there on; feed what comes after again"
             )
-        ids, padding = state.history.ids, state.padding
+        ids, padding, wanted = state.history.ids, state.padding, state.gradients_from
         behind = [
-            (index, *(side[:, :, end:].clone() for side in (layer.keys, layer.values)))
+            (index, *(side[:, :, end:].detach().clone() for side in (layer.keys, layer.values)))
             for index, layer in enumerate(self.layers)
             if end < length and layer.get_seq_length()
         ]
@@ -203,6 +203,8 @@ class CacheTools:
 
         def make() -> None:
             state.replace_tail(start, behind, padding.drop(start, end))
+            if wanted is not None:
+                state.gradients_from = min(wanted, max(start, wanted - (end - start)))
             if ids.shape[1] == length:
                 state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
 

@@ -6,11 +6,11 @@ attention function, a hook, user code) gets the dense tensor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import StaleViewError
+from .errors import PagedCacheError, StaleViewError
 from .kernels import dispatch
 from .lazy import LazyTensor, make_wrapper
 
@@ -124,6 +124,46 @@ class StoredKV:
             PagedView(self, 0, (batch, heads, tokens, head_dim), dtype, device),
             PagedView(self, 1, (batch, heads, tokens, self.blocks.values.shape[3]), dtype, device),
         )
+
+    def in_graph(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of this, as part of a graph whose gradients they pass on, or refuse.
+
+        A gradient that arrives at tokens which earlier forwards stored ends there. That is right for tokens
+        that were constants when they came, and would be a wrong answer for the others.
+        """
+        first = self.state.gradients_from
+        if first is None or first >= self.history_end:
+            return keys, values
+        wanted = slice(max(first - self.start, 0), self.history_end - self.start)
+        apply: Any = _Cached.apply
+        return apply(keys, _IN_GRAPH, wanted), apply(values, _IN_GRAPH, wanted)
+
+
+_IN_GRAPH = torch.empty(0, requires_grad=True)
+"""Makes the result of a function part of a graph, whether its other arguments are or not."""
+
+
+class _Cached(torch.autograd.Function):
+    """The same tensor; its backward refuses gradients of the tokens that are stored without their graph."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, in_graph: torch.Tensor, wanted: slice) -> torch.Tensor:
+        """`states` `[batch, kv_heads, tokens, head_dim]`; `wanted` are the tokens to look at."""
+        ctx.wanted = wanted
+        return states.detach()  # to autograd no view: writes would be its error, and not ours
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient, if there is none for stored tokens."""
+        if bool(gradient[:, :, ctx.wanted].any()):
+            raise PagedCacheError(
+                "a gradient has arrived at K and V that an earlier forward stored under grad mode, and that "
+                "want it; but a PagedCache stores K and V without their graph, so it would be lost. Use a "
+                "DynamicCache, which keeps the graph; or, if these tokens are to be constants, run the "
+                "forwards that fill the cache under `torch.no_grad()`, or go on with a copy made under it, "
+                "`PagedCache.from_cache(cache, model)`"
+            )
+        return gradient, None, None
 
 
 class PagedView(LazyTensor):

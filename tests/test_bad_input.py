@@ -25,7 +25,6 @@ from hf_paged_cache import (
     PagedCache,
     PagedCacheError,
     PoolExhausted,
-    StaleViewError,
     UnsupportedLayerError,
     memory,
 )
@@ -452,23 +451,6 @@ def test_exhaustion_at_the_first_prompt_leaves_an_empty_usable_cache() -> None:
     assert cache.get_seq_length() == 0
     cache.update(kv(batch=1, tokens=64), kv(batch=1, tokens=64), 0)
     assert cache.get_seq_length() == 64
-
-
-def test_a_stale_view_is_refused() -> None:
-    cache = filled()
-    keys = cache.layers[1].keys
-    cache.crop(-1)
-    with pytest.raises(StaleViewError, match="K/V of layer 1"):
-        keys + 0
-
-
-def test_writing_through_a_view_is_refused() -> None:
-    cache = filled()
-    with pytest.raises(PagedCacheError, match="stored keys of layer 0, which is read-only"):
-        cache.layers[0].keys.zero_()
-    with pytest.raises(PagedCacheError, match="read-only"):
-        torch.add(kv(), 1, out=cache.layers[0].keys)
-    assert torch.equal(cache.layers[0].keys + 0, kv())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ PACKAGE = Path(hf_paged_cache.__file__).parent
 
 # Lower layers first: a module may import from its own line and from lines above it.
 LAYERS = [
-    ["errors", "host_version"],
+    ["errors", "host_version", "autocast"],
     ["formats"],
     ["config", "spec", "plots"],
     ["blocks"],

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 
+from hf_paged_cache.autocast import without_autocast
 from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
 from hf_paged_cache.formats import RecordFormat
 
@@ -159,7 +160,8 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         BackendUnavailable: The backend forced by `HF_PAGED_CACHE_BACKEND` cannot serve these blocks.
         PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
     """
-    _backend(blocks).write(blocks, key_states, value_states, start)
+    with without_autocast(key_states):
+        _backend(blocks).write(blocks, key_states, value_states, start)
 
 
 @overload
@@ -189,7 +191,8 @@ def decode(
         BackendUnavailable: The backend forced by `HF_PAGED_CACHE_BACKEND` cannot serve these blocks.
         PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
     """
-    return _backend(blocks).decode(blocks, a, return_lse=return_lse)
+    with without_autocast(a.query):
+        return _backend(blocks).decode(blocks, a, return_lse=return_lse)
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,14 +204,15 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     from . import reference, torch_blocks
 
     # Copying is all that it is, so one version in torch serves every backend but the reference.
-    if _forced() == "reference":
-        return reference.gather(blocks, start, end)
-    if blocks.records is not None:
-        backend: Any = _backend(blocks)
-        if hasattr(backend, "gather"):
-            keys, values = backend.gather(blocks, start, end)
-            return keys, values
-    return torch_blocks.gather(blocks, start, end)
+    with without_autocast(blocks.keys):
+        if _forced() == "reference":
+            return reference.gather(blocks, start, end)
+        if blocks.records is not None:
+            backend: Any = _backend(blocks)
+            if hasattr(backend, "gather"):
+                keys, values = backend.gather(blocks, start, end)
+                return keys, values
+        return torch_blocks.gather(blocks, start, end)
 
 
 def encode_blocks(
@@ -229,7 +233,8 @@ def encode_blocks(
         slots: Slots to read.
         ids: As many distinct records to overwrite.
     """
-    _pool_backend(keys, form).encode_blocks(form, records, keys, values, slots, ids)
+    with without_autocast(keys):
+        _pool_backend(keys, form).encode_blocks(form, records, keys, values, slots, ids)
 
 
 def decode_blocks(
@@ -244,7 +249,8 @@ def decode_blocks(
 
     Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
     """
-    _pool_backend(keys, form).decode_blocks(form, records, keys, values, slots, ids)
+    with without_autocast(keys):
+        _pool_backend(keys, form).decode_blocks(form, records, keys, values, slots, ids)
 
 
 def _pool_backend(keys: torch.Tensor, form: RecordFormat) -> Backend:
