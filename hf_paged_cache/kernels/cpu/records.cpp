@@ -233,6 +233,7 @@ template <class Row>
 int gather(const Blocks& blocks, const Gather& wanted) {
   using Element = typename Row::Element;
   const std::int64_t tokens = wanted.end - wanted.start;
+  if (tokens == 0) return kOk;  // tensors of nothing lie nowhere
   const std::int64_t pieces = Piece::count(blocks, wanted.start, wanted.end);
   [[maybe_unused]] const bool parallel =
       wanted.threads > 1 && pieces > 1 &&
