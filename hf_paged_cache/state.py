@@ -66,7 +66,7 @@ class CacheState:
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
-        padding: What is remembered of rows that begin with padding.
+        padding: What is remembered of tokens that masks hide.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
     """
 
@@ -89,7 +89,7 @@ class CacheState:
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.has_open_step = False
-        self.padding = NO_PADDING
+        self.padding = self._padding_before = NO_PADDING
         self.equal_rows = 0
         self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
@@ -141,7 +141,7 @@ class CacheState:
 
         Raises:
             CacheMismatchError: The layers do not advance together, another thread uses the cache, or the mask
-                or the positions of rows that begin with padding do not go on as they began.
+                shows what was hidden, or positions of rows with hidden tokens do not go on.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
             QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
             UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
@@ -163,6 +163,7 @@ class CacheState:
             self._root = call.root
         with self._groups.store.lock:
             keep_history = self.record_past or is_read_only
+            self._padding_before = self.padding
             self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
         self.step_start, self.step_end = start, start + new_tokens
         self.has_open_step = self.is_static
@@ -303,7 +304,7 @@ class CacheState:
 
     def _share_twins(self) -> None:
         """Store rows of a prompt once that are the same in every layer."""
-        sources = self._twins.sources(self.padding.tokens or (0,) * self.batch)
+        sources = self._twins.sources(self.padding.by_row(self.batch))
         if sources is not None:
             self.reorder(sources)
             self.equal_rows += len(sources) - len(set(sources))
@@ -319,6 +320,8 @@ class CacheState:
 
     def abort_step(self) -> None:
         """Take back the step in progress, in every layer."""
+        if self.step_end > self.step_start:
+            self.padding = self._padding_before
         self.take_back_outside()
         if self.step_end > self.step_start:
             self._crop_to(self.step_start)
@@ -522,10 +525,14 @@ class CacheState:
     def _padding_after(self, start: int, key_states: torch.Tensor, call: ModelCall | None) -> Padding:
         """What is to be remembered of padding when the new tokens are stored."""
         noted, self._noted = self._noted, None
-        if call is None or self._is_cross or (start and not self.padding.tokens):
+        if call is None or self._is_cross:
+            return self.padding
+        new_tokens, device = key_states.shape[2], key_states.device
+        is_all_shown = noted is not None and noted.mask is None and noted[:2] == (start, new_tokens)
+        if start and not self.padding.looks_at(call, new_tokens, device, is_all_shown=is_all_shown):
             return self.padding
         forward = Forward.of(noted, start, key_states, call)
-        leaves_out = not self.would_be_static(key_states.device)
+        leaves_out = not self.would_be_static(device)
         return self.padding.after(forward, self.config.block_size, leaves_out=leaves_out)
 
     def _close_step(self) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_paged_cache import PagedCache, disable, state
+from hf_paged_cache import PagedCache, disable
 from hf_paged_cache.errors import CacheMismatchError, PoolExhausted
 from hf_paged_cache.padding import Forward, Padding
 from tests.models import host_cache, shared_model
@@ -133,25 +131,40 @@ def test_a_failed_forward_leaves_no_positions_behind() -> None:
     assert before.end == 40
 
 
-def test_looking_at_positions_asks_a_gpu_nothing_in_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 20)], ids=["equal", "padded"])
+def test_looking_at_masks_and_positions_asks_a_gpu_nothing_in_a_decode_step(
+    lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
-    real = Padding._at_positions
+    after, looks_at = Padding.after, Padding.looks_at
 
-    def counted(self: Padding, forward: Forward) -> Padding:
+    def counted(self: Padding, forward: Forward, *args: Any, **kwargs: Any) -> Padding:
         asked.append(forward.start)
-        return real(self, forward)
+        return after(self, forward, *args, **kwargs)
 
-    monkeypatch.setattr(Padding, "_at_positions", counted)
+    def on_a_gpu(self: Padding, call: Any, tokens: int, device: object, **kwargs: Any) -> bool:
+        return looks_at(self, call, tokens, torch.device("cuda"), **kwargs)
 
-    def on_a_gpu(*known: Any) -> Forward:
-        return replace(Forward.of(*known), device=torch.device("cuda"))
-
-    monkeypatch.setattr(state, "Forward", SimpleNamespace(of=on_a_gpu))
-    model, inputs = llama(), ragged(40, 20)
+    monkeypatch.setattr(Padding, "after", counted)
+    monkeypatch.setattr(Padding, "looks_at", on_a_gpu)
+    model, inputs = llama(), ragged(*lengths)
     cache = PagedCache(model, block_size=BLOCK)
     said = generate(model, cache, inputs, tokens=10)
-    assert asked == [0, 40]
+    assert asked == [0]
     turn = extended(inputs, said, torch.stack([prompt(3), prompt(3)]))
-    generate(model, cache, turn, tokens=5)
-    assert asked == [0, 40, 49]
-    assert [runs[-1].end for runs in cache._state.padding.runs] == [cache.get_seq_length()] * 2
+    said = generate(model, cache, turn, tokens=5)
+    assert asked == [0, 49], "and where every call begins"
+    turn = extended(inputs, said, said[:, :0])
+    generate(model, cache, turn, tokens=5, num_beams=1)
+    assert asked == [0, 49, 57], "though it brings one token"
+    where = positions(extended(inputs, said, torch.ones(2, 9, dtype=torch.long))["attention_mask"])
+    for step in range(4):
+        now = turn["attention_mask"].shape[1] + 4 + step
+        mask = torch.nn.functional.pad(turn["attention_mask"], (0, 5 + step), value=1)
+        fill(
+            model,
+            cache,
+            {"input_ids": turn["input_ids"][:, :1], "attention_mask": mask},
+            position_ids=where[:, now : now + 1],
+        )
+    assert asked == [0, 49, 57, 62], "and plain steps when they begin"
