@@ -185,8 +185,8 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         try:
             keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         except BaseException:
-            if not self._state.is_open and self._state.give_back_rows():
-                self._hosts.select([0])
+            if not self._state.is_open:
+                self._state.give_back_rows(self._hosts)
             raise
         return keys, values
 
@@ -230,8 +230,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             return
         self._state.take(None)
         if self._num_rows == 1 and not self._state.is_open and not self._state.is_static:
-            self._state.spread_rows(rows)
-            self._hosts.select([0] * rows)
+            self._state.spread_rows(rows, self._hosts)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
@@ -307,8 +306,12 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         is_all = count >= tokens > 0
         state.check_crop(count)
         self._hosts.check_crop(count, is_all=is_all)
-        self._hosts.crop(count, is_all=is_all)
-        state.crop(count)
+
+        def make() -> None:
+            self._hosts.crop(count, is_all=is_all)
+            state.crop(count)
+
+        state.change(make, self._hosts)
 
     def activate_past_recording(self) -> None:
         """Keep what window and recurrent layers would drop, until a `crop`, which can then roll back.
@@ -346,9 +349,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     def reset(self) -> None:
         """Forget everything; pools stay allocated, and the next batch may have another size."""
         self._state.check_thread()
-        self._state.reset()
-        self._state.record_past = False
-        self._hosts.reset()
+        self._state.reset(self._hosts)
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refused: blocks are not moved between devices."""
@@ -391,7 +392,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         """Counts of rows, tokens and blocks; of all caches that share the blocks, if this one was forked."""
         self._settle()
         self._state.pull()
-        self._state.layer_groups.collect()
+        self._state.layer_groups.store.collect()
         groups = self._state.groups
         pools = [group.manager.pool for group in groups]
         return CacheStats(
@@ -428,7 +429,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         Pools, and what is used of them, are those of all caches that share them.
         """
         self._settle()
-        self._state.layer_groups.collect()
+        self._state.layer_groups.store.collect()
         groups = self._state.groups
         return MemoryFootprint(
             pool_bytes=sum(group.pool_bytes for group in groups),
@@ -507,9 +508,8 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         self._settled("moving rows")
         batch = self._num_rows
         rows = self._state.checked_rows(row_indices, batch) if batch else []
-        self._state.reorder(row_indices)
         if rows:
-            self._hosts.select(rows)
+            self._state.reorder(rows, self._hosts)
 
 
 def _unpickle(

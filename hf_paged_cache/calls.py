@@ -2,12 +2,19 @@
 
 A cache is handed K and V layer by layer; nobody tells it when a forward begins or ends, whether it failed,
 or whether the caller asked for `use_cache=False`. The frames of the host's own functions say it all: a
-forward is in progress as long as its frame is on the stack of its thread. Where there are no such frames (a
+forward is in progress as long as its frame is on the stack of its thread, and what is put beside the frame's
+variables sees whether it returned or was left by an exception (`Ending`). Where there are no such frames (a
 loop that calls `cache.update` itself) nothing is known, and the cache goes by the order of the layers.
+
+Of CPython this needs: `sys._getframe` and `sys._current_frames`; names that are added to `frame.f_locals`
+stay with the frame; and a frame that returns lets go of its variables before its caller goes on.
+`tests/test_calls.py` pins all three.
 """
 
 from __future__ import annotations
 
+import dis
+import gc
 import inspect
 import sys
 import threading
@@ -31,6 +38,64 @@ _FRAMES_TO_THE_MODULE = 6
 """A layer, a cache, a pair of caches, and what may be wrapped around them."""
 
 
+class Ending:
+    """How a function call ends, which its frame does not outlive to tell."""
+
+    __slots__ = ("_caller", "_has_returned", "_mark")
+
+    def __init__(self, frame: FrameType, mark: _Mark) -> None:
+        self._caller = _position(frame.f_back)
+        self._has_returned: bool | None = None
+        self._mark = weakref.ref(mark)
+
+    def see(self, standing: FrameType | None) -> None:
+        """Hear that the frame is gone, and who runs at that moment.
+
+        A frame that returns is cleared while its caller still stands at the call. One that an exception has
+        left lives on in the traceback, and by the time that goes its caller is elsewhere.
+        """
+        self._has_returned = _position(standing) == self._caller
+
+    def has_returned(self) -> bool | None:
+        """Whether the call, which is over, has returned, or an exception left it; None if nobody can say."""
+        mark = self._mark()
+        if mark is None:
+            return self._has_returned
+        # Somebody keeps the frame: a traceback, mostly.
+        for names in gc.get_referrers(mark):
+            for frame in gc.get_referrers(names):
+                if isinstance(frame, FrameType) and frame.f_locals.get(_MARK) is mark:
+                    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+        return None
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Ending:
+        """That of a running frame, always the same one."""
+        mark = frame.f_locals.get(_MARK)
+        if mark is None:
+            # Names that the function does not have stay with its frame, and nobody else sees them.
+            mark = frame.f_locals[_MARK] = _Mark(frame)
+        ending: Ending = mark.ending
+        return ending
+
+
+class _Mark:
+    """Lies beside the variables of a frame, and goes with them."""
+
+    ending: Ending | None = None
+
+    def __init__(self, frame: FrameType) -> None:
+        self.ending = Ending(frame, self)
+
+    def __del__(self) -> None:
+        if self.ending is not None:
+            self.ending.see(sys._getframe(0).f_back)
+
+
+def _position(frame: FrameType | None) -> tuple[int, int] | None:
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A frame of some thread; no reference to it, so that nothing is kept alive.
@@ -38,13 +103,13 @@ class Place:
     Attributes:
         thread: Identifier of the thread.
         frame: Identity of the frame, or None: the thread as a whole.
-        mark: What was put beside the frame's local variables. The next call of the same function often gets
-            the same memory, so identity alone would not tell them apart.
+        ending: How it ends. The next call of the same function often gets the same memory, so identity alone
+            would not tell them apart.
     """
 
     thread: int
     frame: int | None
-    mark: object = None
+    ending: Ending | None = None
 
     @property
     def is_here(self) -> bool:
@@ -60,9 +125,14 @@ class Place:
         frame: FrameType | None = top
         while frame is not None:
             if id(frame) == self.frame:
-                return frame.f_locals.get(_MARK) is self.mark
+                mark = frame.f_locals.get(_MARK)
+                return mark is not None and mark.ending is self.ending
             frame = frame.f_back
         return False
+
+    def has_returned(self) -> bool | None:
+        """Whether the call, which is over, has returned; None if there is none, or nobody knows."""
+        return None if self.ending is None else self.ending.has_returned()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +204,11 @@ def current() -> ModelCall:
         _tensor_in(told, "input_ids"),
         is_generating,
     )
+
+
+def here() -> Place:
+    """The function that asks."""
+    return _place(threading.get_ident(), sys._getframe(1))
 
 
 def is_generation(depth: int = 1) -> bool:
@@ -241,5 +316,4 @@ def _module_of(frame: FrameType) -> str:
 def _place(thread: int, frame: FrameType | None) -> Place:
     if frame is None:
         return Place(thread, None)
-    # Names that the function does not have stay with its frame, and nobody else sees them.
-    return Place(thread, id(frame), frame.f_locals.setdefault(_MARK, object()))
+    return Place(thread, id(frame), Ending.of(frame))

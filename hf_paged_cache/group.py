@@ -19,7 +19,7 @@ from .kernels.problem import NULL_BLOCK, LayerBlocks, dense_entry
 from .kv_pool import KVPool, PoolShape, Storage, split_pairs
 from .precision import Precision
 from .spec import LayerSpec
-from .store import Section
+from .store import Saved, Section
 from .tables import DeviceTables
 
 
@@ -105,6 +105,7 @@ class LayerGroup:
         self._tables = DeviceTables(row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
         self._section_version = section.version
+        self._changed: list[int] = []  # columns that `let_go` changed and tables on devices do not show yet
         section.join(self)
 
     @property
@@ -133,7 +134,7 @@ class LayerGroup:
         slots = 0 if self.dense is None else len(self.dense.live_slots(self.manager))
         total: Counter[str] = Counter()
         for pool in self.pools:
-            total.update(pool.bytes_by_format(blocks, slots))
+            total.update(pool.bytes_by_format(self._num_layers_in(pool), blocks, slots))
         return total
 
     @property
@@ -186,16 +187,25 @@ class LayerGroup:
         for faults in self._faults.values():
             faults.check()
 
+    def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+        """Give back what a `reserve` with these arguments does not need any more.
+
+        Blocks and slots that were given back may be written anew, so this cannot be undone; nor need it be.
+        """
+        self.bind_again()
+        if self.dense is not None:
+            self._changed += self.dense.release_full(self.manager, new_tokens)
+        self._changed += self.manager.let_go(new_tokens, keep_history=keep_history, padding=padding)
+
     def reserve(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
-        """Make room for new tokens of every row; the caller has seen that there is room.
+        """Make room for new tokens of every row, after `let_go`; the caller has seen that there is room.
 
         Args:
             new_tokens: Of every row.
             keep_history: Windows keep what they would drop.
             padding: Of every row, leading tokens that need not be stored; empty if there are no more.
         """
-        self.bind_again()
-        changed = [] if self.dense is None else self.dense.release_full(self.manager, new_tokens)
+        changed = [*self._changed]
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed.append(reservation.changed_from)
@@ -213,6 +223,7 @@ class LayerGroup:
                 pool.copy_blocks(*split_pairs(reservation.copies))
         self.sync_tables(min(changed))
         self.set_length(reservation.end)
+        self._changed = []
 
     def check_crop(self, num_tokens: int) -> None:
         """Raise what `crop` would raise; changes nothing."""
@@ -256,7 +267,6 @@ class LayerGroup:
         They are read from their slots as before, until as many are reserved. Another cache may have sealed a
         block that is shared; the bytes are the same.
         """
-        self.bind_again()
         full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
         for pool in self.pools if full else ():
             if pool.form is not None:
@@ -306,11 +316,36 @@ class LayerGroup:
 
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
-        if self._section_version == self.section.version:
+        version = self.section.version
+        if self._section_version == version:
             return
-        self._section_version = self.section.version
         for layer_idx in self._layers:
             self._bind(layer_idx)
+        self._section_version = version  # last: whoever is interrupted does it again
+
+    def save(self) -> Saved:
+        """Remember all that a change can change, but for what lies in blocks."""
+        manager, dense, tokens = self.manager.save(), self.dense, self.num_tokens
+        slots = None if dense is None else dense.save()
+        attributes = {
+            name: copy.copy(getattr(self, name))
+            for name in ("pools", "owners", "formats", "_unguarded", "_layers", "_changed", "is_writing")
+        }
+
+        def restore() -> None:
+            vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
+            self.manager.restore(manager)
+            if dense is not None and slots is not None:
+                dense.restore(slots)
+
+        def follow() -> None:
+            self._tables.tokens = tokens
+            self.sync_tables()
+            self._section_version = -1
+            self.bind_again()
+            self.set_length(tokens)
+
+        return Saved(restore, follow)
 
     def fork(self) -> LayerGroup:
         """The same rows for another cache, by sharing their blocks; dense slots are copied."""
@@ -343,6 +378,7 @@ class LayerGroup:
         twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
+        twin._changed = []
         slots = self._used_slots()
         pools = {
             id(pool): pool.copy(storages.get(id(pool.storage), pool.storage), slots) for pool in self.pools
@@ -401,13 +437,13 @@ class LayerGroup:
         """Point a layer's blocks to where pools, table and lengths lie now."""
         pool, place, blocks = self._layers[layer_idx]
         device = pool.shape.device
+        blocks.native = blocks.choice = None  # first: what it points to may go
         blocks.table = self._tables.table(device, self._rows, is_marked=self._has_marks(pool))
         blocks.lengths = self._tables.lengths(device)
         blocks.dense_columns = self._dense_columns(pool)
         blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
         blocks.records = None if pool.records is None else pool.records[:, place]
         blocks.form = pool.form
-        blocks.native = blocks.choice = None
         if pool.form is not None and device.type != "cpu":
             if device not in self._faults:
                 self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
@@ -420,8 +456,10 @@ class LayerGroup:
         if pool is None:
             pool = KVPool(storage, num_slots=0 if self.dense is None else self.dense.num_slots)
             self.pools.append(pool)
-        pool.num_used_layers += 1
         return pool, place
+
+    def _num_layers_in(self, pool: KVPool) -> int:
+        return sum(held is pool for held, _, _ in self._layers.values())
 
     def _provide_slots(self, batch: int) -> None:
         if self.dense is not None:
@@ -455,12 +493,11 @@ class LayerGroup:
         for index in self._used_slots():
             pool.keys[index, place] = old.keys[index, old_place]
             pool.values[index, place] = old.values[index, old_place]
-        old.num_used_layers -= 1
-        if not old.num_used_layers and len(old.storage.layers) == old.storage.num_layers:
-            self.pools.remove(old)
-            self.section.drop(old.storage)
         self.formats[layer_idx] = form
         self._layers[layer_idx] = (pool, place, blocks)
+        if not self._num_layers_in(old) and len(old.storage.layers) == old.storage.num_layers:
+            self.pools.remove(old)
+            self.section.drop(old.storage)
         self._bind(layer_idx)
 
     def _used_slots(self) -> list[int]:

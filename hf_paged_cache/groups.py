@@ -19,7 +19,7 @@ from .kv_pool import PoolShape
 from .precision import Precision
 from .spec import LayerSpec
 from .static import StaticGroup
-from .store import Store
+from .store import Saved, Store
 
 
 class LayerGroups:
@@ -142,15 +142,21 @@ class LayerGroups:
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place in a pool."""
-        with self.store.lock:
-            blocks = self.of(layer_idx).claim(layer_idx, key_states, value_states)
+        blocks = self.of(layer_idx).claim(layer_idx, key_states, value_states)
         self.blocks[layer_idx] = blocks
         return blocks
 
     def reserve(
-        self, batch: int, start: int, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()
+        self,
+        batch: int,
+        start: int,
+        new_tokens: int,
+        *,
+        keep_history: bool,
+        padding: Sequence[int] = (),
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make room for new tokens of every row, in all groups or in none.
+        """Make room for new tokens of every row, in all groups.
 
         Args:
             batch: Rows.
@@ -158,6 +164,7 @@ class LayerGroups:
             new_tokens: That come.
             keep_history: Windows keep what they would drop.
             padding: Of every row, leading tokens that need not be stored; empty if there are no more.
+            let_go: Called when what is not needed any more was given back; only what follows can be undone.
 
         Raises:
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
@@ -170,6 +177,9 @@ class LayerGroups:
         for group in self.all:
             group.check_full(new_tokens)
             group.seal_full(new_tokens)
+        for group in self.all:
+            group.let_go(new_tokens, keep_history=keep_history, padding=padding)
+        let_go()
         for group in self.all:
             group.reserve(new_tokens, keep_history=keep_history, padding=padding)
 
@@ -198,13 +208,12 @@ class LayerGroups:
 
     def check_room_for(self, start: int, new_tokens: int, batch: int) -> None:
         """Raise PoolExhausted unless rows that are cropped to `start` tokens can take so many after that."""
-        with self.store.lock:
-            for group in self.all:
-                group.section.collect()
-                needed = group.manager.blocks_after_crop(start, new_tokens)
-                if not self.provide(group, needed):
-                    pool = group.manager.pool
-                    raise self._no_room(group, batch, new_tokens, needed, pool.num_free + pool.num_pending)
+        for group in self.all:
+            group.section.collect()
+            needed = group.manager.blocks_after_crop(start, new_tokens)
+            if not self.provide(group, needed):
+                pool = group.manager.pool
+                raise self._no_room(group, batch, new_tokens, needed, pool.num_free + pool.num_pending)
 
     def provide(self, group: LayerGroup, needed: int) -> bool:
         """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot."""
@@ -222,12 +231,6 @@ class LayerGroups:
         group.grow(grown)
         return True
 
-    def collect(self) -> None:
-        """Take back the blocks of caches that were dropped."""
-        with self.store.lock:
-            for group in self.all:
-                group.section.collect()
-
     def set_writing(self, is_writing: bool) -> None:
         """Note whether a forward is in progress: then tensors have to stay where they are."""
         for group in self.all:
@@ -235,9 +238,8 @@ class LayerGroups:
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
-        with self.store.lock:
-            for group in self.all:
-                group.crop(num_tokens)
+        for group in self.all:
+            group.crop(num_tokens)
 
     def check_crop(self, num_tokens: int) -> None:
         """Raise a ValueError if rows cannot be cut to so many tokens; changes nothing."""
@@ -246,22 +248,19 @@ class LayerGroups:
 
     def release_outside_window(self) -> None:
         """Give back what was only kept for a roll-back."""
-        with self.store.lock:
-            for group in self.all:
-                group.release_outside_window()
+        for group in self.all:
+            group.release_outside_window()
 
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference."""
-        with self.store.lock:
-            for group in self.all:
-                group.reorder(row_indices)
+        for group in self.all:
+            group.reorder(row_indices)
 
     def reset(self) -> None:
         """Forget all rows and give their blocks back; pools stay."""
-        with self.store.lock:
-            for group in self.all:
-                group.reset()
-                group.is_writing = False
+        for group in self.all:
+            group.reset()
+            group.is_writing = False
 
     def pull_length(self) -> int:
         """Tokens of static rows, asked of the device."""
@@ -269,9 +268,9 @@ class LayerGroups:
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost, over all caches of the store."""
+        self.store.collect()
         with self.store.lock:
             for group in self.all:
-                group.section.collect()
                 others = [
                     table.ids
                     for member in group.section.members
@@ -284,11 +283,10 @@ class LayerGroups:
 
     def fork(self) -> LayerGroups:
         """The same rows for another cache, by sharing their blocks."""
-        with self.store.lock:
-            twin = self._copy(self.store, {window: group.fork() for window, group in self._by_window.items()})
-            for group in twin.all:
-                self._prepare_to_share(group)
-            return twin
+        twin = self._copy(self.store, {window: group.fork() for window, group in self._by_window.items()})
+        for group in twin.all:
+            self._prepare_to_share(group)
+        return twin
 
     def _prepare_to_share(self, group: LayerGroup) -> None:
         """Enlarge pools for one more cache, now that they may move: not while another thread is writing.
@@ -312,6 +310,23 @@ class LayerGroups:
             twin.store.put(window, group.section)
         memo[id(self)] = twin
         return twin
+
+    def save(self) -> Saved:
+        """Remember all that a change can change, but for what lies in blocks."""
+        attributes = dict(vars(self))
+        by_window, blocks = dict(self._by_window), dict(self.blocks)
+        saved = [group.save() for group in self.all]
+
+        def restore() -> None:
+            vars(self).update(attributes | {"_by_window": dict(by_window), "blocks": dict(blocks)})
+            for each in saved:
+                each.restore()
+
+        def follow() -> None:
+            for each in saved:
+                each.follow()
+
+        return Saved(restore, follow)
 
     # --- inside ---------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,11 @@ class TokenHistory:
         if self.count and rows != list(range(self._ids.shape[0])):
             self._ids = self._ids[rows]
         self._told = None
+
+    def save(self) -> Callable[[], None]:
+        """Remember what is known. Returns what puts it back."""
+        attributes = dict(vars(self))  # ids are only ever written behind those that count
+        return lambda: vars(self).update(attributes)
 
     def copy(self) -> TokenHistory:
         """The same for another cache."""

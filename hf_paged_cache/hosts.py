@@ -8,7 +8,6 @@ whenever the cache is used (see `calls`).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +17,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from . import architectures, calls
 from .errors import CacheMismatchError, PagedCacheError
 from .state import CacheState
+from .store import Restore
 from .uncounted import UncountedText
 from .undo import Undo
-
-logger = logging.getLogger("hf_paged_cache")
 
 
 class HostParts:
@@ -102,9 +100,10 @@ class HostParts:
         self._state.check_lost()
         self._state.check_reading(call, is_warm=self.batch > 0)
         self._text.begin(call, is_warm=bool(self.batch), is_counted=bool(self._state.tokens))
-        self._call, self._done, self._end_before = call, {write}, self._state.step_end
         self._state.undo.clear()
         self._save_into(self._state.undo)
+        self._done, self._end_before = {write}, self._state.step_end
+        self._call = call
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
     def _enter_between_graphs(self, write: Hashable | None) -> None:
@@ -112,21 +111,29 @@ class HostParts:
         self.enter(write)
 
     def settle(self) -> None:
-        """Close the books of the last forward if it is over: take it back if it failed, or only read."""
+        """Close the books of the last forward if it is over: take it back if it failed, or only read.
+
+        Raises:
+            CacheMismatchError: Nobody can say whether it failed.
+        """
         call = self._call
         if call is None or (call.forward.frame is not None and call.forward.is_running()):
             return
+        # Of a loop without a model no more is known than that it went on.
+        has_returned = call.forward.frame is None or call.forward.has_returned()
+        if has_returned is None:
+            raise CacheMismatchError(
+                "it cannot be told whether the last forward failed. Call `cache.reset()`, and start from the "
+                "prompt"
+            )
+        if not has_returned or call.use_cache is False:
+            self._text.take_back()
+            if self._state.step_end > self._end_before:
+                self._state.abort_step()
+            else:
+                self._state.take_back_outside()
+        self._state.undo.clear()
         self._call = None
-        if call.use_cache is not False:
-            if self._is_complete(call):
-                self._state.undo.clear()
-                return
-            logger.warning("the last forward did not reach every layer of the cache, so it is taken back")
-        self._text.take_back()
-        if self._state.step_end > self._end_before:
-            self._state.abort_step()
-        else:
-            self._state.take_back_outside()
 
     def can(self, layer_idx: int, method: str) -> bool:
         """Whether a layer has a part with a method; where it has none, the host's own refusal is right."""
@@ -152,32 +159,6 @@ class HostParts:
         for part in self._parts.values():
             undo.save(part, clone=architectures.is_linear(part))
 
-    def _is_complete(self, call: calls.ModelCall) -> bool:
-        """Whether a forward that is over has reached every layer."""
-        undo = self._state.undo
-        if not undo.touched and not self._state.has_outside_state:
-            return True  # it was taken back when it failed
-        if call.is_generating and call.root.is_running():
-            return True  # an error would have ended `generate` as well
-        if self._state.is_next_in_any_layer():
-            return False
-        parts = {index: part for index, part in self._parts.items() if index not in self._fixed}
-        if self._state.tokens and self._state.step_end == self._end_before:
-            # No paged layer was reached, which is as it should be if the cache was only asked for its length.
-            return not (self._state.has_outside_state or any(map(undo.changed, parts.values())))
-        lengths: set[int | None] = {self._state.step_end} if self._state.tokens else set()
-        changes: dict[Hashable, set[frozenset[Any]]] = {}
-        for part in parts.values():
-            lengths.add(_length(part))
-            if hasattr(part, "indexer_keys"):
-                continue  # the first of them may hold positions for all
-            changed = undo.changed(part)
-            if not changed and any(getattr(part, "has_previous_state", {}).values()):
-                return False
-            # All layers of one kind do the same to what they keep.
-            changes.setdefault((type(part), getattr(part, "number_of_states", 0)), set()).add(changed)
-        return len(lengths - {None}) <= 1 and all(len(found) == 1 for found in changes.values())
-
     # --- between forwards -----------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int]) -> None:
@@ -189,6 +170,18 @@ class HostParts:
                 _select_in_indexer(part, index)
             else:
                 part.reorder_cache(index)
+
+    def save(self) -> Restore:
+        """Remember what they are, for a change that replaces tensors. Returns what puts it back."""
+        undo, text = Undo(), self._text.save()
+        for part in self._parts.values():
+            undo.save(part, clone=False)
+
+        def restore() -> None:
+            undo.put_back()
+            text()
+
+        return restore
 
     def check_crop(self, tokens_to_remove: int, *, is_all: bool) -> None:
         """Raise what `crop` would raise; changes nothing."""
@@ -210,7 +203,7 @@ class HostParts:
             is_all: Whether nothing is left.
         """
         if is_all:
-            self.reset()
+            self.clear()
             return
         for index, part in self._parts.items():
             if architectures.is_linear(part):
@@ -220,13 +213,12 @@ class HostParts:
             elif index not in self._fixed and (tokens_to_remove or getattr(part, "record_past", False)):
                 part.crop(-tokens_to_remove)
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Make all of them as they were at first. What the host's own `reset` leaves varies by version."""
-        self._call = None
+        self._empty.put_back()
         self._text = UncountedText()
         self._state.undo.clear()
-        self._empty.restore()
-        self._save_into(self._empty)
+        self._call = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A call in progress is one of the original's, and names code, which cannot be stored.

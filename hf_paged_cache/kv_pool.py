@@ -146,12 +146,10 @@ class KVPool:
 
     Attributes:
         storage: Where blocks lie; other caches may share it.
-        num_used_layers: Layers of this cache that live here.
     """
 
     def __init__(self, storage: Storage, *, num_slots: int = 0) -> None:
         self.storage = storage
-        self.num_used_layers = 0
         self._slots = None if storage.form is None else self._allocate(num_slots)
 
     @property
@@ -193,14 +191,15 @@ class KVPool:
         """Bytes of one block over all layers of the storage, as it is stored for good."""
         return self.storage.bytes_per_block
 
-    def bytes_by_format(self, blocks: int, slots: int) -> dict[str, int]:
-        """Format -> bytes that the layers use of so many blocks; `auto` is the model's dtype.
+    def bytes_by_format(self, layers: int, blocks: int, slots: int) -> dict[str, int]:
+        """Format -> bytes that layers use of so many blocks; `auto` is the model's dtype.
 
         Args:
+            layers: How many of this cache live here.
             blocks: That hold tokens.
             slots: How many of them quantised layers keep in slots.
         """
-        size, layers = self.storage.block_size, self.num_used_layers
+        size = self.storage.block_size
         if self.shape.format is None:
             return {"auto": layers * blocks * self.shape.block_bytes(size)}
         return {
@@ -256,7 +255,6 @@ class KVPool:
     def copy(self, storage: Storage, used_slots: Sequence[int]) -> KVPool:
         """The same layers of another cache, in this storage or in a copy of it; its slots are its own."""
         twin = KVPool(storage, num_slots=self.keys.shape[0])
-        twin.num_used_layers = self.num_used_layers
         for index in used_slots if self._slots is not None else ():
             twin.keys[index] = self.keys[index]
             twin.values[index] = self.values[index]

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from . import calls, compiled, traced
-from .errors import CacheMismatchError, PagedCacheError, QuantisationError, UnstorableValueError
+from .errors import CacheMismatchError, PagedCacheError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .lazy import dense
@@ -89,10 +89,27 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         is_first = not joins or start + new_tokens != state.step_end
         if is_first:
             state.begin_step(self.layer_idx, key_states, value_states)
-            start = state.step_start
-        blocks = state.blocks.get(self.layer_idx)
-        if blocks is None:
-            blocks = self._claim(key_states, value_states)
+        try:
+            stored = self._store(key_states, value_states, state.step_start)
+            if is_first:
+                # Attention of this package looks too, but a model may have attention code of its own.
+                module = calls.updating_module(self.layer_idx)
+                if module is not None:
+                    check_owner(module, stored)
+        except BaseException:
+            if state.is_open:  # not taken back yet
+                state.abort_step()
+            raise
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return stored.dense()  # below a view the gradient of these tokens would be lost
+        return stored.views()
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
+        """Write what this layer brings to the step in progress."""
+        state = self._state
+        if self.layer_idx not in state.blocks:
+            self.lazy_initialization(key_states, value_states)
+        blocks = state.blocks[self.layer_idx]
         stored_keys, stored_values = key_states, value_states
         if key_states.requires_grad or value_states.requires_grad:
             # What is stored is a constant; a backend in torch would else make the pool part of the graph.
@@ -103,23 +120,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             dispatch.write(blocks, stored_keys, stored_values, start)
         state.compare_rows(stored_keys, stored_values)
         state.written(self.layer_idx)
-        stored = StoredKV(
-            state,
-            blocks,
-            self.layer_idx,
-            self._first_visible(start),
-            state.step_end,
-            key_states,
-            value_states,
-        )
-        if is_first:
-            # Attention of this package looks too, but a model may have attention code of its own.
-            module = calls.updating_module(self.layer_idx)
-            if module is not None:
-                check_owner(module, stored)
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return stored.dense()  # below a view the gradient of these tokens would be lost
-        return stored.views()
+        first = self._first_visible(start)
+        return StoredKV(state, blocks, self.layer_idx, first, state.step_end, key_states, value_states)
 
     def update_traced(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache: int
@@ -255,7 +257,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def _settle(self) -> None:
         """See to what an ended forward has left; steps over static rows are compiled whole, and refuse."""
-        if not self._state.is_open:
+        if self._state.is_settled:
             return
         if not torch.compiler.is_compiling():
             self._state.settle()
@@ -333,30 +335,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _write_quantised(
         self, blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
     ) -> None:
-        state = self._state
+        state, group = self._state, self._state.group_of(self.layer_idx)
+        if group.is_unguarded(self.layer_idx):
+            state.change(partial(group.check_keys, self.layer_idx, key_states, start))
         try:
-            group = state.group_of(self.layer_idx)
-            if group.is_unguarded(self.layer_idx):
-                group.check_keys(self.layer_idx, key_states, start)
             dispatch.write(blocks, key_states, value_states, start)
         except UnstorableValueError as error:
-            state.abort_step()
             raise UnstorableValueError(
                 f"layer {self.layer_idx}: {error}. The step is taken back. Look for what makes the model "
                 f"overflow, or keep the layer as it is: layer_dtypes={{{self.layer_idx}: 'auto'}}"
             ) from error
-        except QuantisationError:
-            state.abort_step()
-            raise
-
-    def _claim(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
-        try:
-            self.lazy_initialization(key_states, value_states)
-        except BaseException:
-            # Out of memory, most likely, and earlier layers have written this step already.
-            self._state.abort_step()
-            raise
-        return self._state.blocks[self.layer_idx]
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""

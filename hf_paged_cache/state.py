@@ -17,25 +17,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
 from . import calls, static
 from .calls import ModelCall, Place
 from .config import PagedCacheConfig
-from .errors import (
-    CacheMismatchError,
-    PagedCacheError,
-    PoolExhausted,
-    QuantisationError,
-    UnstorableValueError,
-)
+from .errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from .group import LayerGroup
 from .groups import LayerGroups
 from .history import TokenHistory
+from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .spec import LayerSpec
+from .step import Step
+from .store import Restore, Saved
 from .twins import Twins
 from .undo import Undo
 from .usage import Usage
@@ -44,6 +43,22 @@ _NO_NEW_TOKENS = (
     "layer {layer}: no new tokens. The cache already holds {held} tokens per row, and the prompt has no more "
     "than that; pass a longer prompt, `cache.crop(...)` what differs, or `cache.reset()`"
 )
+
+
+_T = TypeVar("_T")
+
+
+class Parts(Protocol):
+    """What a cache holds beside blocks, and moves with them."""
+
+    def save(self) -> Restore:
+        """Remember what they are. Returns what puts that back."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make the rows copies of the given old rows."""
+
+    def clear(self) -> None:
+        """Make them as they were at first."""
 
 
 class CacheState:
@@ -89,19 +104,17 @@ class CacheState:
         self.is_attended: Callable[[], bool] = lambda: False
         self.can_be_static = False
         self.has_open_step = False
-        self.padding = self._padding_before = NO_PADDING
+        self.padding = NO_PADDING
         self.equal_rows = 0
         self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
-        self._is_open = False  # a step is in progress
-        self._missing = 0  # layers that have yet to join it
+        self._step: Step | None = None  # that is in progress, or was when somebody last looked
         self._twins = Twins()
         self._rows_before: int | None = None  # rows before the step spread them over more
-        self._forward: Place | None = None  # that opened it, if known
+        self._spreader: Place | None = None  # the forward that did
         self._root: Place | None = None  # the call of the host that the last step was part of
         self._usage = Usage()
-        self._is_read_only = False
 
     @property
     def groups(self) -> list[LayerGroup]:
@@ -161,18 +174,31 @@ class CacheState:
             if start and call.is_generating and self.is_encoder_decoder and not self._is_cross:
                 self.history.check_restart(call.input_ids)
             self._root = call.root
-        with self._groups.store.lock:
-            keep_history = self.record_past or is_read_only
-            self._padding_before = self.padding
-            self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
-        self.step_start, self.step_end = start, start + new_tokens
+        try:
+            self.change(partial(self._begin, start, key_states, value_states, call, is_read_only))
+        except BaseException:
+            self.take_back_outside()
+            raise
+
+    def _begin(
+        self,
+        start: int,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        call: ModelCall | None,
+        is_read_only: bool,
+    ) -> None:
+        keep_history = self.record_past or is_read_only
+        before = self.padding
+        self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
+        self.step_start, self.step_end = start, start + key_states.shape[2]
         self.has_open_step = self.is_static
-        self._missing, self._is_read_only = len(self.tokens), is_read_only
         self._twins.begin(self.batch if not start and not self.is_static else 0)
-        self._forward, self._is_open = None if call is None else call.forward, True
+        self._step = Step(None if call is None else call.forward, len(self.tokens), is_read_only, before)
         if call is None or not call.is_generating:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
+        self._groups.set_writing(True)
 
     @staticmethod
     def check_reading(call: ModelCall, *, is_warm: bool) -> None:
@@ -200,22 +226,68 @@ class CacheState:
             CacheMismatchError: Another thread is using it.
         """
         with self._groups.store.lock:
-            self._usage.take(call, is_open=self._is_open)
+            self._usage.take(call, is_open=self.is_open)
         self.settle()
 
     def check_thread(self) -> None:
         """Raise CacheMismatchError if another thread is using the cache."""
-        self._usage.check(is_open=self._is_open)
+        self._usage.check(is_open=self.is_open)
+
+    def change(self, make: Callable[[], _T], parts: Parts | None = None) -> _T:
+        """Make a change to rows and blocks, all of it or none; see `Store.change`.
+
+        Args:
+            make: The change.
+            parts: What else it touches.
+        """
+        return self._groups.store.change(partial(self._save, parts), make)
+
+    def _save(self, parts: Parts | None) -> Saved:
+        attributes, tokens, history = dict(vars(self)), dict(self.tokens), self.history.save()
+        groups, restore_parts = self._groups.save(), None if parts is None else parts.save()
+
+        def restore() -> None:
+            vars(self).update(attributes | {"tokens": dict(tokens)})
+            history()
+            groups.restore()
+            if restore_parts is not None:
+                restore_parts()
+
+        return Saved(restore, groups.follow)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing that `settle` would have to look at."""
+        return self._step is None and self._spreader is None and not self._groups.store.is_torn
 
     def settle(self) -> None:
-        """Take back the step of a forward that has ended, if layers are missing or it was only to read."""
-        forward = self._forward
-        if not self._is_open or forward is None or forward.frame is None or forward.is_running():
+        """See to what an interrupted change and an ended forward have left.
+
+        A forward that has returned counts, also if it did not reach every layer. One that an exception left
+        before that, or that was only to read, is taken back.
+
+        Raises:
+            CacheMismatchError: Nobody can say which of both it was.
+        """
+        self._groups.store.recover()
+        step = self._step
+        if step is None:
+            if self._spreader is not None and not self._spreader.is_running():
+                self.give_back_rows()
             return
-        if self._is_cross:
-            return  # what is written is whole, and the host has noted which layers are
-        if self._is_read_only or self._behind(self.step_end):
+        if not step.is_over or self._is_cross:
+            return  # for cross-attention: what is written is whole, and the host has noted which layers are
+        if step.is_read_only:
             self.abort_step()
+        elif step.missing:
+            has_returned = step.forward.has_returned() if step.forward is not None else None
+            if has_returned is None:
+                raise CacheMismatchError(
+                    f"the last forward did not reach {step.missing} of the layers, and it cannot be told "
+                    "whether it was to end there or failed. Call `cache.reset()`, and start from the prompt"
+                )
+            if not has_returned:
+                self.abort_step()
         self._close_step()
 
     def note_mask(self, start: int, new_tokens: int, mask: torch.Tensor | None) -> None:
@@ -280,12 +352,14 @@ class CacheState:
 
     def written(self, layer_idx: int) -> None:
         """Note that a layer holds the tokens of this step."""
+        step = self._step
         self.tokens[layer_idx] = self.step_end
         self._last_written = layer_idx
-        self._missing -= 1
-        if not self._missing and not self._is_read_only:
-            self._share_twins()
-            self._close_step()
+        if step is not None:
+            step.missing -= 1
+            if not step.missing and not step.is_read_only:
+                self._share_twins()
+                self._close_step()
         if self.is_static:
             self.has_open_step = any(
                 self.tokens[index] != self.step_end
@@ -296,7 +370,7 @@ class CacheState:
     @property
     def is_open(self) -> bool:
         """Whether a step is in progress, or its forward has left it so."""
-        return self._is_open
+        return self._step is not None
 
     def compare_rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Look which rows of a prompt are the same in this layer too."""
@@ -308,7 +382,6 @@ class CacheState:
         if sources is not None:
             self.reorder(sources)
             self.equal_rows += len(sources) - len(set(sources))
-        self._twins.begin(0)
 
     def is_next_in_step(self, layer_idx: int) -> bool:
         """Whether a step is in progress that this layer has yet to join."""
@@ -320,29 +393,42 @@ class CacheState:
 
     def abort_step(self) -> None:
         """Take back the step in progress, in every layer."""
-        if self.step_end > self.step_start:
-            self.padding = self._padding_before
-        self.take_back_outside()
-        if self.step_end > self.step_start:
-            self._crop_to(self.step_start)
-        self._close_step()
+
+        def make() -> None:
+            if self._step is not None:
+                self.padding = self._step.padding
+            if self.step_end > self.step_start:
+                self._crop_to(self.step_start)
+            self._close_step(has_failed=True)
+
+        self.take_back_parts()
+        self.change(make)
+        self.give_back_rows()
 
     def take_back_outside(self) -> None:
         """Take back what a forward has changed outside the blocks, rows that it spread included."""
-        self.undo.restore()
+        self.take_back_parts()
         self.give_back_rows()
+
+    def take_back_parts(self) -> None:
+        """Take back what a forward has changed in objects of the host."""
+        self.undo.restore()
         self.is_lost = self.has_outside_state
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place in a pool."""
-        if not self.groups:
-            self._open_rows(key_states, value_states, keep_history=self.record_past)
-        return self._groups.claim(layer_idx, key_states, value_states)
+
+        def make() -> LayerBlocks:
+            if not self.groups:
+                self._open_rows(key_states, value_states, keep_history=self.record_past)
+            return self._groups.claim(layer_idx, key_states, value_states)
+
+        return self.change(make)
 
     # --- what a user does between forwards ------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row; more than there are forgets all."""
+        """Forget the last tokens of every row; more than there are forgets all. Part of a change."""
         if tokens_to_remove and self.step_end:
             self._crop_to(max(0, self.step_end - tokens_to_remove))
         if self.record_past:
@@ -360,16 +446,29 @@ class CacheState:
                 "Call `cache.activate_past_recording()` before the forwards that may be rolled back"
             ) from error
 
-    def reorder(self, row_indices: Sequence[int]) -> None:
-        """Make the rows copies of the given old rows, by reference; their number may change."""
-        if not self.batch:
-            return
+    def reorder(self, row_indices: Sequence[int], parts: Parts | None = None) -> None:
+        """Make the rows copies of the given old rows, by reference; their number may change.
+
+        Args:
+            row_indices: For every new row the old one.
+            parts: What is beside the blocks, to be moved in the same change.
+        """
         self.pull()
-        rows = self.checked_rows(row_indices, self.batch)
-        self._groups.reorder(rows)
-        self.history.reorder(rows)
-        self.batch = len(rows)
-        self.padding = self.padding.reorder(rows)
+        rows = self.checked_rows(row_indices, self.batch) if self.batch else list(row_indices)
+
+        def make() -> None:
+            if self.batch:
+                self._groups.reorder(rows)
+                self.history.reorder(rows)
+                self.batch = len(rows)
+                self.padding = self.padding.reorder(rows)
+            if parts is not None:
+                parts.select(rows)
+
+        # Rows that own their blocks are copied over each other, which cannot be taken back.
+        was_lost, self.is_lost = self.is_lost, self.is_lost or self.is_static
+        self.change(make, parts)
+        self.is_lost = was_lost
 
     @staticmethod
     def checked_rows(row_indices: Sequence[int], batch: int) -> list[int]:
@@ -382,21 +481,38 @@ class CacheState:
             )
         return [row % batch for row in row_indices]
 
-    def spread_rows(self, rows: int) -> None:
+    def spread_rows(self, rows: int, parts: Parts) -> None:
         """Give the one row of the cache to so many, for the step that begins."""
-        self._rows_before = self.batch
-        self.reorder([0] * rows)
+        before, self._rows_before, self._spreader = self.batch, self.batch, calls.current().forward
+        try:
+            self.reorder([0] * rows, parts)
+        except BaseException:
+            self._rows_before = self._spreader = None
+            raise
+        self._rows_before = before
 
-    def give_back_rows(self) -> bool:
-        """Undo `spread_rows`, if the step that wanted it has failed. Returns whether there was one."""
-        is_spread = self._rows_before is not None
-        if self._rows_before is not None and self.batch:
-            self.reorder(list(range(self._rows_before)))
-        self._rows_before = None
-        return is_spread
+    def give_back_rows(self, parts: Parts | None = None) -> None:
+        """Undo `spread_rows`, if the step that wanted it has failed.
 
-    def reset(self) -> None:
+        Args:
+            parts: What is beside the blocks, where it was not put back otherwise.
+        """
+        before = self._rows_before
+        if before is not None and (self.batch > before or parts is not None):
+            self.reorder(list(range(max(1, before))), parts)
+        self._rows_before = self._spreader = None
+
+    def reset(self, parts: Parts) -> None:
         """Forget all rows and give their blocks back; pools stay."""
+
+        def make() -> None:
+            self._clear()
+            self.record_past = False
+            parts.clear()
+
+        self.change(make, parts)
+
+    def _clear(self) -> None:
         self._groups.reset()
         self.history.crop(0)
         self.tokens = dict.fromkeys(self.tokens, 0)
@@ -404,21 +520,40 @@ class CacheState:
         self.is_lost = False
         self._last_written = None
         self.padding, self._noted = NO_PADDING, None
-        self._rows_before = None
         self._close_step()
+
+    def replace_tail(self, start: int, behind: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Cut every row down to its first tokens, and put others behind them. Part of a change.
+
+        Args:
+            start: Tokens that stay.
+            behind: For every layer that holds tokens its index, and K and V of those that come.
+        """
+        _, keys, values = behind[0]
+        self._groups.check_room_for(start, keys.shape[2], self.batch)
+        if start:
+            self._crop_to(start)
+        else:
+            self._clear()
+            self._open_rows(keys, values, keep_history=self.record_past)
+        self._groups.reserve(self.batch, start, keys.shape[2], keep_history=self.record_past)
+        for index, keys, values in behind:
+            dispatch.write(self.blocks[index], keys, values, start)
+            self.tokens[index] = start + keys.shape[2]
+        self.step_start = self.step_end = start + keys.shape[2]
 
     def fork(self) -> CacheState:
         """The same rows for another cache, by sharing their blocks."""
         twin = copy.copy(self)
         twin.tokens = dict(self.tokens)
         twin.history, twin.undo = self.history.copy(), Undo()
-        twin._groups = self._groups.fork()
+        twin._groups = self.change(self._groups.fork)
         twin.forget_user()
         return twin
 
     def forget_user(self) -> None:
         """Belong to no thread and no forward, as a copy does."""
-        self._forward = self._noted = self._root = None
+        self._step = self._noted = self._root = self._spreader = None
         self._usage, self._twins = Usage(), Twins()
         self.equal_rows = 0
 
@@ -439,9 +574,8 @@ class CacheState:
             assert group.num_tokens in (self.step_end, 0), (
                 f"the group of window {group.window} has {group.num_tokens} tokens, the cache {self.step_end}"
             )
-        counts = set(self.tokens.values()) - {0}
-        assert counts <= {self.step_end, self.step_start}, (
-            f"layers hold {sorted(counts)} tokens, but the last step went from {self.step_start} to "
+        assert max(self.tokens.values(), default=0) <= self.step_end, (
+            f"layers hold {sorted(set(self.tokens.values()))} tokens, but the last step ended at "
             f"{self.step_end}"
         )
         assert self.history.count <= self.step_end, "ids are known of tokens that are not stored"
@@ -477,7 +611,7 @@ class CacheState:
                 "must be updated in every forward, with the same number of tokens. `cache.reset()` starts "
                 "anew"
             )
-        behind = self._behind(start) if start else []
+        behind = self._behind(start) if start and self.is_open else []
         if behind:
             first = behind[0]
             held = self.tokens[first]
@@ -499,27 +633,25 @@ class CacheState:
         keep_history: bool,
     ) -> Padding:
         """Make room in all groups. Returns what is to be remembered of padding."""
-        try:
-            padding = self._padding_after(start, key_states, call)
-            more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
-            if not self.batch:
-                self._open_rows(key_states, value_states, keep_history=keep_history)
-            self._groups.reserve(
-                self.batch, start, key_states.shape[2], keep_history=keep_history, padding=more
-            )
-        except (CacheMismatchError, PoolExhausted, QuantisationError, UnstorableValueError):
-            self.take_back_outside()
-            if not start:
-                self.reset()
-            raise
-        self._groups.set_writing(True)
+        padding = self._padding_after(start, key_states, call)
+        more = padding.tokens if padding.is_left_out and padding.tokens != self.padding.tokens else ()
+        if not self.batch:
+            self._open_rows(key_states, value_states, keep_history=keep_history)
+        keep = partial(self._groups.store.keep, partial(self._save, None))
+        self._groups.reserve(
+            self.batch,
+            start,
+            key_states.shape[2],
+            keep_history=keep_history,
+            padding=more,
+            let_go=keep if start else lambda: None,
+        )
         return padding
 
     def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
-        with self._groups.store.lock:
-            self._groups.open_rows(
-                key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
-            )
+        self._groups.open_rows(
+            key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
+        )
         self.batch = key_states.shape[0]
 
     def _padding_after(self, start: int, key_states: torch.Tensor, call: ModelCall | None) -> Padding:
@@ -535,16 +667,18 @@ class CacheState:
         leaves_out = not self.would_be_static(device)
         return self.padding.after(forward, self.config.block_size, leaves_out=leaves_out)
 
-    def _close_step(self) -> None:
+    def _close_step(self, *, has_failed: bool = False) -> None:
         """Nothing more is written by the step; its tokens are there, or were taken back."""
-        self._is_open = self._is_read_only = False
-        self._forward = self._rows_before = None
         self.has_open_step = False
         self._groups.set_writing(False)
+        self._twins.begin(0)
+        if not has_failed:
+            self._rows_before = self._spreader = None
+        self._step = None
 
     def _crop_to(self, num_tokens: int) -> None:
         if not num_tokens:
-            self.reset()
+            self._clear()
             return
         self.check_crop(self.step_end - num_tokens)
         self._groups.crop(num_tokens)

@@ -115,6 +115,9 @@ class StaticGroup(LayerGroup):
         self.set_length(0)
         self._rebuild()
 
+    def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+        """Nothing: rows keep their blocks."""
+
     def reserve(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
         """Count new tokens; their blocks are there, those of padding too."""
         self.set_length(self.num_tokens + new_tokens)
@@ -154,6 +157,11 @@ class StaticGroup(LayerGroup):
                     [block_id for _, row in moved for block_id in rows[row].ids[columns]],
                 )
         self.manager.version += 1
+
+    def bind_again(self) -> None:
+        """As in `LayerGroup`; compiled steps then find other tensors."""
+        super().bind_again()
+        self._rebuild()
 
     def resize(self, row_blocks: int, num_blocks: int) -> None:
         """Other rows: so many blocks each, in pools of so many. Only without rows."""

@@ -3,6 +3,9 @@
 A cache has a store of its own unless it was forked from another. Every cache keeps its rows to itself: block
 ids in tables. Caches of one store may run in different threads: whoever takes blocks, gives them back or
 replaces tensors holds the lock; kernels run without it, since no two caches ever write to one block.
+
+Whatever is done under the lock is done whole or not at all, also when an interrupt arrives between any two
+lines of it: see `Store.change`.
 """
 
 from __future__ import annotations
@@ -10,13 +13,41 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import calls
 from .blocks import BlockManager, BlockPool
+from .calls import Place
+from .errors import PagedCacheError
 from .kv_pool import PoolShape, Storage
 
 if TYPE_CHECKING:
     from .group import LayerGroup
+
+
+_T = TypeVar("_T")
+Restore = Callable[[], None]
+"""Puts something back as it was. Can be called again if it did not come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What something outside a store was, before a change of both.
+
+    Attributes:
+        restore: Puts integers and references back.
+        follow: Brings what is made from them up to date (tables on devices, pointers), when counts are right.
+    """
+
+    restore: Restore
+    follow: Restore
+
+
+def nothing() -> Saved:
+    """For changes of a store alone."""
+    return Saved(lambda: None, lambda: None)
 
 
 class Section:
@@ -54,10 +85,43 @@ class Section:
         # In the middle of anything, so blocks are only noted here.
         weakref.finalize(group, self._left.append, group.manager).atexit = False
 
+    @property
+    def has_left(self) -> bool:
+        """Whether groups were dropped whose blocks have yet to be taken back."""
+        return bool(self._left)
+
     def collect(self) -> None:
         """Take back the blocks of groups that were dropped."""
         while self._left:
-            self._left.popleft().reset()
+            self._left[0].reset()
+            self._left.popleft()
+
+    def save(self) -> Restore:
+        """Remember who uses it and where everything lies."""
+        members, storages = self.members, list(self.storages)
+        tensors = [(storage.keys, storage.values, storage.records) for storage in storages]
+        num_blocks, version = self.blocks.num_blocks, self.version
+
+        def restore() -> None:
+            for group in self.members:
+                if group not in members:
+                    group.manager.forget()
+            while self._left:  # dropped since, or before: nobody counts their blocks below
+                self._left.pop().forget()
+            self._members = weakref.WeakSet(members)
+            self.storages = list(storages)
+            for storage, held in zip(storages, tensors, strict=True):
+                storage.keys, storage.values, storage.records = held
+            if self.version != version:
+                self.version += 1  # somebody may have found the larger tensors already
+            self.rebuild(num_blocks)
+
+        return restore
+
+    def rebuild(self, num_blocks: int | None = None) -> None:
+        """Count anew who holds which block. The tables of all members say it."""
+        holdings = [held for group in self.members for held in group.manager.holdings()]
+        self.blocks.rebuild(num_blocks or self.blocks.num_blocks, holdings)
 
     def claim(self, layer_idx: int, shape: PoolShape, block_size: int, room: int) -> tuple[Storage, int]:
         """The storage of a layer and its place there.
@@ -105,11 +169,88 @@ class Store:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._sections: dict[int | None, Section] = {}
+        self._undo: tuple[Place, Restore] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         """An empty store: the copy of a cache brings its own blocks."""
         twin = memo[id(self)] = Store()
         return twin
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a change is in progress, or was interrupted and has yet to be taken back."""
+        return self._undo is not None
+
+    def change(self, save: Callable[[], Saved], make: Callable[[], _T]) -> _T:
+        """Make a change, all of it or none.
+
+        It is good from one assignment on, the last line here. If it raises, or is interrupted at any line,
+        everything is put back; if that is interrupted as well, whoever comes next does it first.
+
+        Args:
+            save: Remembers what the change will touch, outside the store as well.
+            make: The change. What it overwrites in tensors must lie in blocks that were free when it began,
+                or `keep` has to be called first.
+
+        Returns:
+            What `make` returns.
+
+        Raises:
+            PagedCacheError: A change is in progress in this very thread: a signal's handler asks, say.
+        """
+        with self.lock:
+            if not self.recover():
+                raise PagedCacheError("the cache is in the middle of a change; call this after it")
+            self._undo = calls.here(), self._saver(save)
+            try:
+                result = make()
+            except BaseException:
+                self._take_back()
+                raise
+            self._undo = None
+            return result
+
+    def keep(self, save: Callable[[], Saved]) -> None:
+        """Inside a change: what has been done so far stays, also if the rest is taken back."""
+        if self._undo is not None:
+            self._undo = self._undo[0], self._saver(save)
+
+    def recover(self) -> bool:
+        """Take back a change that was interrupted. Returns whether none is in progress in this thread."""
+        if self._undo is not None:
+            with self.lock:
+                if self._undo is not None and self._undo[0].is_running():
+                    return False
+                self._take_back()
+        return True
+
+    def _take_back(self) -> None:
+        if self._undo is not None:
+            self._undo[1]()
+            self._undo = None
+
+    def _saver(self, save: Callable[[], Saved]) -> Restore:
+        sections = dict(self._sections)
+        restores = [section.save() for section in sections.values()]
+        saved = save()
+
+        def restore() -> None:
+            self._sections = dict(sections)
+            saved.restore()
+            for each in restores:
+                each()
+            saved.follow()
+
+        return restore
+
+    def collect(self) -> None:
+        """Take back the blocks of caches that were dropped."""
+        if any(section.has_left for section in self._sections.values()):
+            self.change(nothing, self._collect)
+
+    def _collect(self) -> None:
+        for section in self._sections.values():
+            section.collect()
 
     def section(self, window: int | None, num_blocks: int) -> Section:
         """The section of a window, made with so many blocks if there is none."""

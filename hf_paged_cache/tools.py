@@ -198,14 +198,17 @@ class CacheTools:
             for index, layer in enumerate(self.layers)
             if end < length and layer.get_seq_length()
         ]
-        if behind:
-            state.layer_groups.check_room_for(start, length - end, state.batch)
-        self._crop_to(start)
-        for index, keys, values in behind:
-            self.layers[index].update(keys, values)
-        state.padding = padding.drop(start, end) if behind else state.padding
-        if ids.shape[1] == length:
-            state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
+        if not behind:
+            self._crop_to(start)
+            return
+
+        def make() -> None:
+            state.replace_tail(start, behind)
+            state.padding = padding.drop(start, end)
+            if ids.shape[1] == length:
+                state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
+
+        state.change(make)
 
     # --- inside ---------------------------------------------------------------------------------------------
 

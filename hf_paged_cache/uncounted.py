@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,6 +47,11 @@ class UncountedText:
         if not is_warm:
             self._ids, self._count = ids[:, :_BEGINNING].clone(), 0
         self._count += ids.shape[1]
+
+    def save(self) -> Callable[[], None]:
+        """Remember what is known. Returns what puts it back."""
+        attributes = dict(vars(self))
+        return lambda: vars(self).update(attributes)
 
     def take_back(self) -> None:
         """Forget the forward that began last."""

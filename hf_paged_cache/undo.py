@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor that an object held.
-
-    Attributes:
-        tensor: The tensor itself.
-        kept: What it contained, if it may be written into.
-        version: Count of writes into it; None if torch does not count them.
-    """
+class _Kept(NamedTuple):
+    """What a tensor of an object contained."""
 
     tensor: torch.Tensor
-    kept: torch.Tensor
-    version: int | None
 
 
 class Undo:
@@ -34,11 +23,6 @@ class Undo:
     def __init__(self) -> None:
         self._saved: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    @property
-    def touched(self) -> list[Any]:
-        """The objects that were saved and not put back since, the first one first."""
-        return [part for part, _ in self._saved.values()]
-
     def save(self, part: Any, *, clone: bool = True) -> None:
         """Remember what an object holds now. Saving it once more changes nothing.
 
@@ -49,21 +33,18 @@ class Undo:
         if id(part) not in self._saved:
             self._saved[id(part)] = part, _held(vars(part), clone)
 
-    def changed(self, part: Any) -> frozenset[tuple[Any, ...]]:
-        """Where an object differs from what was saved of it: names of attributes, with keys inside dicts.
-
-        Only tensors count, and what has become one: those replaced, and those written into.
-        """
-        _, held = self._saved.get(id(part), (part, {}))
-        return frozenset(_differences(held, vars(part), ()))
-
     def restore(self) -> None:
         """Put every object back as it was when it was saved, and forget them."""
+        self.put_back()
+        self.clear()
+
+    def put_back(self) -> None:
+        """Put every object back as it was when it was saved, so that this can be done again."""
         for part, held in self._saved.values():
             attributes = _unpacked(held)
-            vars(part).clear()
+            for name in vars(part).keys() - attributes.keys():
+                delattr(part, name)
             vars(part).update(attributes)
-        self.clear()
 
     def clear(self) -> None:
         """Let the objects stay as they are."""
@@ -78,31 +59,15 @@ class Undo:
 
 def _held(value: Any, clone: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        version = None if value.is_inference() else value._version
-        return _Tensor(value, value.detach().clone() if clone else value, version)
+        return _Kept(value.detach().clone()) if clone else value
     if isinstance(value, dict):
         return {key: _held(item, clone) for key, item in value.items()}
     return value
 
 
 def _unpacked(value: Any) -> Any:
-    if isinstance(value, _Tensor):
-        return value.kept
+    if isinstance(value, _Kept):
+        return value.tensor.clone()
     if isinstance(value, dict):
         return {key: _unpacked(item) for key, item in value.items()}
     return value
-
-
-def _differences(held: Any, now: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    if isinstance(now, dict):
-        before = held if isinstance(held, dict) else {}
-        for key, item in now.items():
-            yield from _differences(before.get(key), item, (*path, key))
-    elif isinstance(now, torch.Tensor) and (not isinstance(held, _Tensor) or _is_written(held, now)):
-        yield path
-
-
-def _is_written(held: _Tensor, now: torch.Tensor) -> bool:
-    if now is not held.tensor:
-        return True
-    return not torch.equal(held.kept, now) if held.version is None else held.version != now._version

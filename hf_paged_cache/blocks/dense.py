@@ -29,6 +29,15 @@ class Moves(NamedTuple):
     columns: list[int]
 
 
+class SavedSlots(NamedTuple):
+    """What dense blocks were at one time, see `DenseBlocks.save`."""
+
+    columns: list[int]
+    num_slots: int
+    slots: dict[int, int]
+    free: list[int]
+
+
 class DenseBlocks:
     """The dense blocks of one layer group: the first `sink_blocks` of every row, and its newest ones.
 
@@ -139,6 +148,15 @@ class DenseBlocks:
         self.columns = []
         self._slots.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
+
+    def save(self) -> SavedSlots:
+        """What there is now."""
+        return SavedSlots(self.columns.copy(), self.num_slots, self._slots.copy(), self._free.copy())
+
+    def restore(self, saved: SavedSlots) -> None:
+        """Be again what was saved."""
+        self.columns, self.num_slots = saved.columns.copy(), saved.num_slots
+        self._slots, self._free = saved.slots.copy(), saved.free.copy()
 
     def provide_rows(self, rows: int) -> None:
         """Have the slots that so many rows can need."""

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
 from hf_paged_cache.blocks.pool import BlockPool
 from hf_paged_cache.blocks.reservation import Plan, Reservation
 from hf_paged_cache.blocks.table import BlockTable
 from hf_paged_cache.errors import PagedCacheError
+
+
+class SavedRows(NamedTuple):
+    """What a manager was at one time, see `BlockManager.save`."""
+
+    tables: list[BlockTable]
+    num_sealed: int
+    fullest: int
+    first_held: int
 
 
 class BlockManager:
@@ -153,9 +163,7 @@ class BlockManager:
         if not self.pool.can_allocate(plan.needed_blocks):
             return None
         start = self.num_tokens
-        self._seal_full_blocks()
-        changes = [*plan.dropped[:1], *self._release_padding(plan.padded), plan.first_new]
-        self._release_dropped(plan.dropped)
+        changes = [*self._let_go(plan), plan.first_new]
         copies, blanks = self._make_last_writable(plan.padded)
         if copies or blanks:
             changes.append(start // self.block_size)
@@ -163,6 +171,14 @@ class BlockManager:
         if padding or blanks:
             self._find_fullest()
         return Reservation(start, start + num_new_tokens, copies, min(changes), plan.needed_blocks, blanks)
+
+    def let_go(self, num_new_tokens: int, *, keep_history: bool, padding: Sequence[int]) -> list[int]:
+        """The part of a `reserve` that gives blocks back, after which the rest can still be undone.
+
+        Returns:
+            Table columns from which on entries changed.
+        """
+        return self._let_go(self._plan(num_new_tokens, keep_history, padding))
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first `num_tokens` tokens; does nothing if they are that long.
@@ -287,9 +303,30 @@ class BlockManager:
         block_ids = [block_id for table in self._tables for block_id in table.stored_ids()]
         release = self.pool.release_later if later else self.pool.release
         release(block_ids)
+        self.forget()
+
+    # --- going back ---------------------------------------------------------------------------------------
+
+    def save(self) -> SavedRows:
+        """What the rows are now. Blocks that are given back later must not be filled before a `restore`."""
+        tables = [table.fork() for table in self._tables]
+        return SavedRows(tables, self._num_sealed, self._fullest, self.first_held)
+
+    def restore(self, saved: SavedRows) -> None:
+        """Be again what was saved. The pool is not told: see `BlockPool.rebuild`."""
+        self._tables = [table.fork() for table in saved.tables]
+        self._num_sealed, self._fullest, self.first_held = saved.num_sealed, saved.fullest, saved.first_held
+        self.version += 1
+
+    def forget(self) -> None:
+        """Have no rows. The pool is not told."""
         self._tables = []
         self._num_sealed = self.first_held = 0
         self.version += 1
+
+    def holdings(self) -> list[tuple[list[int], int]]:
+        """Of every row the ids of its blocks, and how many leading ones are full for sure."""
+        return [(table.ids, self._num_sealed) for table in self._tables]
 
     def check_integrity(self, other_tables: Iterable[Iterable[int]] = ()) -> None:
         """Check the pool against the rows, and the rows against each other. O(pool).
@@ -331,6 +368,12 @@ class BlockManager:
         taken = sum(max(0, end_blocks - max(first_stored, blocks)) for blocks in padded)
         taken += self._num_copies(padded, released)
         return Plan(dropped, padded, first_new, first_stored, end_blocks, taken - freed)
+
+    def _let_go(self, plan: Plan) -> list[int]:
+        self._seal_full_blocks()
+        changes = [*plan.dropped[:1], *self._release_padding(plan.padded)]
+        self._release_dropped(plan.dropped)
+        return changes
 
     def _padded_blocks(self, num_new_tokens: int, padding: Sequence[int]) -> list[int]:
         # A crop may have ended in the middle of a block that is not stored.

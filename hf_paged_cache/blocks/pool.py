@@ -286,6 +286,24 @@ class BlockPool:
         twin._free = [block_id for block_id in twin._free if block_id not in held]
         return twin
 
+    def rebuild(self, num_blocks: int, holdings: Iterable[tuple[Sequence[int], int]]) -> None:
+        """Find all counts and states anew, whatever they are now.
+
+        Args:
+            num_blocks: Size of the pool from now on.
+            holdings: All tables that hold blocks: their ids, and how many leading ones are full.
+        """
+        fresh = BlockPool(num_blocks)
+        for block_ids, num_sealed in holdings:
+            for i, block_id in enumerate(block_ids):
+                if block_id != NULL_BLOCK:
+                    fresh._ref_counts[block_id] += 1
+                    if i < num_sealed or fresh._states[block_id] == _FREE:
+                        fresh._states[block_id] = _SEALED if i < num_sealed else _OPEN
+        fresh._free = [block_id for block_id in fresh._free if not fresh._ref_counts[block_id]]
+        fresh.counters = self.counters
+        vars(self).update(vars(fresh))
+
     # --- the invariant ------------------------------------------------------------------------------------
 
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:

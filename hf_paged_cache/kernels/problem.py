@@ -78,8 +78,8 @@ class LayerBlocks:
         fault: None, or int32 `[2]` on the device, for K and V: writes set it to 1 where they find what a
             quantised block has no scale for, and store zeros for that token. Without it they raise, for which
             they wait for the device.
-        native: A backend's own prepared form of this object (e.g. a C struct). Reset to None whenever a field
-            above is replaced.
+        native: A backend's own prepared form of this object (e.g. a C struct). It keeps what it points to,
+            and is made anew when a tensor above was replaced.
         choice: The dispatcher's note of the backend that serves blocks of this dtype, device and layout.
     """
 

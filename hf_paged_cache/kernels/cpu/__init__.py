@@ -39,9 +39,13 @@ _loaded: build.Library | str | None = None
 
 @dataclass(slots=True, eq=False, frozen=True)
 class _Native:
-    """`LayerBlocks` as the library takes it; holds good until a tensor of it is replaced."""
+    """`LayerBlocks` as the library takes it.
+
+    It keeps alive what `record` points into, and holds good as long as those are the tensors of the blocks.
+    """
 
     record: bytes
+    tensors: tuple[torch.Tensor | None, ...]  # keys, values, table, records
     shape: tuple[int, int, int]  # batch, head_dim, kv_heads
     v_head_dim: int
     capacity_tokens: int
@@ -102,9 +106,25 @@ def scratch_bytes() -> int:
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None when the kernel can serve these blocks, otherwise a sentence. Compiles nothing."""
-    if type(blocks.native) is _Native:
-        return None
-    return layout.unsupported_reason(blocks)
+    return None if _is_prepared(blocks) else layout.unsupported_reason(blocks)
+
+
+def _is_prepared(blocks: LayerBlocks) -> bool:
+    native = blocks.native
+    if type(native) is not _Native:
+        return False
+    keys, values, table, records = native.tensors
+    return (
+        keys is blocks.keys
+        and values is blocks.values
+        and table is blocks.table
+        and records is blocks.records
+    )
+
+
+def _native(blocks: LayerBlocks) -> _Native:
+    native: _Native = blocks.native if _is_prepared(blocks) else _prepare(blocks)
+    return native
 
 
 def _prepare(blocks: LayerBlocks) -> _Native:
@@ -114,6 +134,7 @@ def _prepare(blocks: LayerBlocks) -> _Native:
     batch, max_blocks = blocks.table.shape
     native = _Native(
         layout.pack(blocks),
+        (blocks.keys, blocks.values, blocks.table, blocks.records),
         (batch, head_dim, kv_heads),
         blocks.values.shape[3],
         max_blocks * block_size,
@@ -150,9 +171,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
             `formats.LARGEST_VALUE`. Nothing was written.
     """
-    native = blocks.native
-    if type(native) is not _Native:
-        native = _prepare(blocks)
+    native = _native(blocks)
     batch, kv_heads, tokens, head_dim = key_states.shape
     if (
         (batch, head_dim, kv_heads) != native.shape
@@ -203,9 +222,7 @@ def decode(
         float32 `[batch, q_heads, q_tokens]`: natural log, sink included, -inf where there is neither a
         visible token nor a sink.
     """
-    native = blocks.native
-    if type(native) is not _Native:
-        native = _prepare(blocks)
+    native = _native(blocks)
     query = a.query
     batch, q_heads, q_tokens, head_dim = query.shape
     if (
@@ -252,9 +269,7 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
         Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]` in the model's dtype,
         contiguous.
     """
-    native = blocks.native
-    if type(native) is not _Native:
-        native = _prepare(blocks)
+    native = _native(blocks)
     if blocks.records is None or not 0 <= start <= end <= native.capacity_tokens:
         raise AssertionError(
             f"tokens [{start}, {end}) of blocks for {native.capacity_tokens} cannot be gathered from records"
