@@ -416,7 +416,8 @@ class Padding:
         expected = _next_positions(old, first.start)
         if shown == first.start or first.position is None or first.position in expected or not expected:
             return
-        newly_hidden = sum(run.end - run.start for run in self._up_to(forward.start).runs[row]) - shown
+        before, last = self._up_to(forward.start).runs[row], old[-1].end
+        newly_hidden = sum(min(run.end, last) - min(run.start, last) for run in before) - shown
         raise _discontinuous(row, expected, first.position, newly_hidden, forward.call.is_generating)
 
     def _check_hidden(self, mask: torch.Tensor) -> None:
