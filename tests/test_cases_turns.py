@@ -26,6 +26,7 @@ from tests.chats import (
     fill,
     generate,
     given,
+    is_newest,
     joined,
     paged,
     prompt,
@@ -222,6 +223,10 @@ def test_rows_that_ended_early_go_on(
     model = shared_model(name)
     disable(model)
     want = _chat(model, host_cache(model), lambda _: host_cache(model))
+    if options and not is_newest():  # fed in chunks, the whole text would go in once more
+        with pytest.raises(CacheMismatchError, match="attention_mask covers 4 tokens"):
+            _chat(model, paged(name), again, **options)
+        return
     assert _chat(model, paged(name), again, **options) == want
     if not options:
         assert _chat(model, paged(name), again, new_ids_only=True)[1:] == want[1:]
