@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 SITE := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-slow test-oldest check aot format bench docs clean
+.PHONY: demo test test-slow test-oldest sanitize check aot format bench docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m eval
@@ -33,6 +33,10 @@ test-oldest: $(OLDEST_VENV)/.ready
 		tests/planner tests/test_command.py tests/test_display.py tests/test_timeline.py \
 		$(wildcard tests/test_cases_*.py)
 	$(OLDEST_VENV)/bin/python -m hf_paged_cache.kernels.aot --targets sm_90
+
+# The C++ kernels under the sanitizers of addresses and of undefined behaviour, for each instruction set: minutes.
+sanitize: $(VENV)/.ready
+	$(BIN)/python -m tests.sanitize
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

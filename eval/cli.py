@@ -30,7 +30,9 @@ def evaluate(
     contexts: Annotated[
         str | None, typer.Option(help="Comma-separated lengths for retrieval, perplexity and latency.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16; or fp32, bf16, fp16.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
     seed: Annotated[int | None, typer.Option(help="Chooses the samples.")] = None,
     dataset: Annotated[

@@ -43,7 +43,7 @@ class Settings:
         max_new_tokens: tokens generated for each sample; None leaves it to each task.
         contexts: lengths in tokens that the tasks `retrieval`, `perplexity` and `latency` look at; None
             leaves them to each task, as far as the model's context goes.
-        dtype: the model's dtype, and therefore the default cache's.
+        dtype: the model's dtype, and therefore the default cache's; `fp32`, `bf16` and `fp16` are understood.
         device: a torch device, or "auto": CUDA where there is one, else the CPU.
         seed: chooses the samples.
         dataset: texts for the one task that takes some: a name of `datasets`, or a local file (JSON lines,
@@ -119,13 +119,16 @@ def _validated(values: Mapping[str, Any]) -> Settings:
     cleaned = {check_choice("setting", str(key), fields): _convert(str(key), v) for key, v in values.items()}
     settings = Settings(**cleaned)
     # Imported here because the registries hold code that takes Settings.
-    from eval.caches import CACHES
+    from eval.caches import ALIASES, CACHES
     from eval.tasks import TASKS
+    from hf_paged_cache.planner.amounts import SHORT_DTYPES
 
+    caches = tuple(dict.fromkeys(ALIASES.get(name, name) for name in settings.caches))
     settings = dataclasses.replace(
         settings,
         tasks=_expanded("task", settings.tasks, tuple(TASKS)),
-        caches=_expanded("cache", settings.caches, tuple(CACHES)),
+        caches=_expanded("cache", caches, tuple(CACHES)),
+        dtype=SHORT_DTYPES.get(settings.dtype, settings.dtype),
     )
     check_choice("dtype", settings.dtype, DTYPES)
     takers = [name for name in settings.tasks if TASKS[name].takes_dataset]

@@ -25,8 +25,7 @@ from .kernels.prefill import MAX_DECODE_TOKENS, attend_with_history
 from .kernels.problem import Attention
 from .lazy import dense
 from .masks import LazyMask
-from .ownership import check_owner
-from .static import StaticGroup
+from .static import Reader, StaticGroup
 from .view import PagedView, StoredKV
 
 logger = logging.getLogger("hf_paged_cache")
@@ -60,7 +59,8 @@ def activate(config_or_model: object) -> bool:
             active = True
         elif current in _FALLBACKS and compat.dispatches_attention(modeling, current):
             _register(current)
-            held._attn_implementation_internal = NAME_PREFIX + current
+            compat.pickle_with(type(held), _plain_name)
+            compat.set_implementation(held, NAME_PREFIX + current)
             active = True
     return active
 
@@ -80,8 +80,8 @@ def deactivate(config_or_model: object) -> None:
     config, model = compat.resolve_config(config_or_model)
     for held, _ in compat.attention_configs(config, model):
         current = held._attn_implementation
-        if current is not None and current.startswith(NAME_PREFIX):
-            held._attn_implementation_internal = current.removeprefix(NAME_PREFIX)
+        if current is not None:
+            compat.set_implementation(held, _plain_name(current))
 
 
 @contextmanager
@@ -94,12 +94,17 @@ def paged_attention(config_or_model: object) -> Iterator[None]:
         yield
     finally:
         for held, implementation in before:
-            held._attn_implementation_internal = implementation
+            compat.set_implementation(held, implementation)
 
 
 def _register(implementation: str) -> None:
     name = NAME_PREFIX + implementation
     compat.register_attention(name, _make_attention(implementation), masks.make_mask_function(implementation))
+    compat.call_before_continuous_batching(deactivate)
+
+
+def _plain_name(implementation: str) -> str:
+    return implementation.removeprefix(NAME_PREFIX)
 
 
 def _make_attention(implementation: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -228,7 +233,8 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
     """Attention over blocks `[batch, q_tokens, q_heads, v_head_dim]`; None if the host has to do it."""
-    check_owner(module, stored)
+    if isinstance(stored.group, StaticGroup) and getattr(module, "layer_idx", None) == stored.layer_idx:
+        stored.group.readers[stored.layer_idx] = Reader(weakref.ref(module))
     if not stored.has_history:
         # The host's function on the tensors of this forward: to the bit what it computes without us.
         return None

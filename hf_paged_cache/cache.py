@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from . import architectures, calls, compat, display, traced
 from .attention import activate, watch
 from .blocks import BlockCounters
 from .compound import PagedIndexedLayer
-from .config import PagedCacheConfig
+from .config import KeyErrorGuard, KVCacheDtype, LayerDtype, PagedCacheConfig, unknown_arguments
 from .deprecated import DeprecatedReads
 from .errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from .formats import DEFAULT_GROUP_SIZE
@@ -25,12 +27,10 @@ from .layer import PagedLayer, refuse_to_move
 from .layer_stack import check_layers, make_layer
 from .lazy import dense
 from .masks import check_length
-from .ownership import check_model, check_prompt_of
 from .rows import as_count, as_rows
 from .state import CacheState
 from .stats import CacheStats, GroupStats, MemoryFootprint
 from .tools import CacheTools
-from .view import PagedView
 
 
 class PagedCache(CacheTools, DeprecatedReads, HostContract):
@@ -60,9 +60,11 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             so many bits, read in place by the kernels; `int8_block` and `int4_group` as textbooks do it, to
             compare with; `adaptive` is `int4` for a prompt (the first forward) of at most
             `adaptive_threshold` tokens, and `int8` for a longer one.
-        max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default is the
-            model's `max_position_embeddings` for every row, cut to `gpu_memory_utilization` of the free
-            memory. On a CPU memory that was never written is not resident, so a large capacity costs nothing.
+        max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default goes up to
+            the model's `max_position_embeddings` for every row, and to `gpu_memory_utilization` of the free
+            memory. On a CPU the pool has that from the start, since memory that was never written is not
+            resident (but for what the machine could never hold); on a GPU it begins with the length at which
+            `generate` stops (in a loop of forwards with the prompt and 256 tokens a row) and grows.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
             may take by default; an explicit `max_tokens` is taken at its word.
         compile: On a GPU, let `generate` compile its decode step and replay it as a CUDA graph. Every row
@@ -79,29 +81,42 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         key_error_guard: What to do with a layer whose keys lose too much in 4 bits, seen at its first full
             block: `on` stores its keys in int8 and says so once, `error` raises, `off` does not look.
         adaptive_threshold: Tokens of the longest prompt that `adaptive` stores in int4.
+        max_cache_len: Capacity in tokens of each row, by the name that `StaticCache` has for it, in place of
+            `max_tokens`: the pool gets as much for every row of the first forward. Rows draw on one pool, so
+            it is no limit of a single row.
+        config: `config_or_model`, by the name that the caches of transformers have for it.
+        **unknown: None: other names are refused, with the nearest that there are.
 
     Raises:
-        PagedCacheError: An argument is out of range or of the wrong type.
+        PagedCacheError: An argument is out of range or of the wrong type, or not known.
         UnsupportedLayerError: The model has a layer kind, or a cache of its own, that this cache cannot stand
             in for.
     """
 
     def __init__(
         self,
-        config_or_model: object,
+        config_or_model: object = None,
         *,
         block_size: int = 64,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: KVCacheDtype = "auto",
         max_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         compile: bool = False,
         group_size: int | Mapping[int, int] = DEFAULT_GROUP_SIZE,
-        layer_dtypes: Mapping[int, str] | None = None,
+        layer_dtypes: Mapping[int, LayerDtype] | None = None,
         residual_length: int | None = None,
         sink_tokens: int | None = None,
-        key_error_guard: str = "on",
+        key_error_guard: KeyErrorGuard = "on",
         adaptive_threshold: int = 512,
+        max_cache_len: int | None = None,
+        config: PreTrainedConfig | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise unknown_arguments(unknown, {field.name for field in fields(PagedCacheConfig)} | {"config"})
+        if config is not None and config_or_model is not None:
+            raise PagedCacheError("config and config_or_model name the same thing; give one of them")
+        config_or_model = config if config_or_model is None else config_or_model
         settings = PagedCacheConfig(
             block_size,
             kv_cache_dtype,
@@ -114,6 +129,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             sink_tokens,
             key_error_guard,
             adaptive_threshold,
+            max_cache_len,
         )
         config, model = compat.resolve_config(config_or_model)
         specs = architectures.layer_specs(config)
@@ -206,8 +222,6 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             # A graph that the host made masks in does not show how long they were.
             check_length(call.attention_mask, start, key_states.shape[2], self._config)
         keys, values = self.update(key_states, value_states, layer_idx)
-        if isinstance(keys, PagedView) and call is not None and call.model is not None:
-            check_model(call.model(), keys.stored)
         return _apart(dense(keys), key_states), _apart(dense(values), value_states)
 
     def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
@@ -226,7 +240,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def _spread_rows(self, rows: int) -> None:
         """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
-        if self._num_rows != 1 or rows == 1 or torch.compiler.is_compiling():
+        if self._num_rows != 1 or rows < 2 or torch.compiler.is_compiling():
             return
         self._state.take(None)
         if self._num_rows == 1 and not self._state.is_open and not self._state.is_static:
@@ -258,8 +272,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         if ids is not None and ids.shape[1] == tokens:
             state.history.check_prompt(ids)
         if tokens == held and held:
-            for group in state.groups:
-                check_prompt_of(model, group, held)
+            state.check_prompt_of(model)
             try:
                 self.crop(-1)
             except (PagedCacheError, RuntimeError) as error:
@@ -291,6 +304,11 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row and give their blocks back.
+
+        Bytes stay as they are. But K of `int4` and all of `int8_block` are encoded in whole blocks: what is
+        left of a block that was full has been rounded beside the tokens that went, and is rounded again when
+        the block is full again, each time by no more than the format's error. To ask several questions of
+        one text such that none moves the answer to another, ask a `fork()` of the cache for each.
 
         Args:
             tokens_to_remove: Minus the number of tokens to remove; 0 is safe. As in the installed
@@ -460,11 +478,15 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """As the config, the settings and `state_dict()`; the model is not part of it."""
         settings = {field.name: getattr(self._state.config, field.name) for field in fields(PagedCacheConfig)}
-        if settings["max_tokens"] is not None:
-            # Forks may have enlarged the pool, and this cache have gone on into that room.
-            per_row = -(-self._num_tokens // settings["block_size"]) * settings["block_size"]
-            settings["max_tokens"] = max(settings["max_tokens"], self._num_rows * per_row)
-        return _unpickle, (type(self), self._config, settings, self.state_dict())
+        # Forks may have enlarged the pool, and this cache have gone on into that room.
+        per_row = -(-self._num_tokens // settings["block_size"]) * settings["block_size"]
+        for name, held in (("max_tokens", self._num_rows * per_row), ("max_cache_len", per_row)):
+            if settings[name] is not None:
+                settings[name] = max(settings[name], held)
+        contents = io.BytesIO()
+        # Not as tensors: another process that is being spawned would be promised memory that ends with them.
+        torch.save(self.state_dict(), contents)
+        return _unpickle, (type(self), self._config, settings, contents.getvalue())
 
     def _with_state(self, state: CacheState) -> Self:
         memo: dict[int, Any] = {id(self._state): state}
@@ -513,10 +535,10 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
 
 def _unpickle(
-    kind: type[PagedCache], config: object, settings: dict[str, Any], state_dict: dict[str, Any]
+    kind: type[PagedCache], config: object, settings: dict[str, Any], contents: bytes
 ) -> PagedCache:
     cache = kind(config, **settings)
-    cache.load_state_dict(state_dict)
+    cache.load_state_dict(torch.load(io.BytesIO(contents), weights_only=True))
     return cache
 
 

@@ -32,10 +32,11 @@ from transformers.cache_utils import EncoderDecoderCache
 _GENERATION = "transformers.generation"
 _PACKAGE = __name__.partition(".")[0]
 _MARK = "__hf_paged_cache__"
+_FILLS_IN_DEFAULTS = "merge_with_config_defaults.<locals>.wrapper"
+"""The host's wrapper of a forward that writes the config's values beside what the forward was given."""
+_TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _UPDATE_IN_GRAPH = "update_in_graph"
 """The method by which a compiled forward reaches a cache."""
-_FRAMES_TO_THE_MODULE = 6
-"""A layer, a cache, a pair of caches, and what may be wrapped around them."""
 
 
 class Ending:
@@ -75,7 +76,8 @@ class Ending:
         if mark is None:
             # Names that the function does not have stay with its frame, and nobody else sees them.
             mark = frame.f_locals[_MARK] = _Mark(frame)
-        ending: Ending = mark.ending
+        ending = mark.ending
+        assert isinstance(ending, Ending), "a mark has its ending from the start"
         return ending
 
 
@@ -144,7 +146,9 @@ class ModelCall:
             a place without a frame if there is none.
         root: The outermost call of the host around it: `generate`, or the forward itself.
         model: Whose forward it is, if that shows and it still lives.
-        use_cache: What that forward was told; None if it does not say.
+        whole: The outermost model that this forward is part of; where it is none of the host, the outermost
+            module.
+        use_cache: What that forward was told, but for a False that nobody said; None if it does not say.
         position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
             it has none that its answer depends on.
         attention_mask: What that forward has under this name, if it is a tensor.
@@ -156,6 +160,7 @@ class ModelCall:
     forward: Place
     root: Place
     model: weakref.ref[PreTrainedModel] | None
+    whole: weakref.ref[torch.nn.Module] | None
     use_cache: bool | None
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | None
@@ -164,7 +169,7 @@ class ModelCall:
     is_generating: bool
 
 
-_is_model_forward: dict[CodeType, bool] = {}
+_self_kinds: dict[CodeType, type[torch.nn.Module] | None] = {}
 
 
 def current() -> ModelCall:
@@ -172,14 +177,19 @@ def current() -> ModelCall:
     thread = threading.get_ident()
     inner: FrameType | None = None
     root: FrameType | None = None
+    outer: FrameType | None = None
+    module: FrameType | None = None
     graph: FrameType | None = None
     is_generating = is_in_graph = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
-        if name == "forward" and _belongs_to_model(frame):
-            inner, root = inner or frame, frame
-        elif name == "generate" and _module_of(frame).startswith(_GENERATION):
+        if name == "forward" and (kind := _self_kind(frame)) is not None:
+            if kind is PreTrainedModel:
+                inner, outer, root = inner or frame, frame, frame
+            elif not is_in_graph:  # where modules are the compiler's
+                module = frame
+        elif _is_generate(frame):
             root, is_generating = frame, True
         elif name == _UPDATE_IN_GRAPH and _module_of(frame).startswith(_PACKAGE):
             is_in_graph = True
@@ -187,17 +197,22 @@ def current() -> ModelCall:
             graph = frame
         frame = frame.f_back
     model, told = (None, {}) if inner is None else (inner.f_locals.get("self"), inner.f_locals)
+    given = None
     if inner is None and graph is not None:
         inner, root = graph, root or graph
         model, told = _given_to(graph)
-    use_cache = told.get("use_cache")
+        given = told.get("use_cache")
+    whole = model if outer is None or outer is inner else outer.f_locals.get("self")
+    if whole is None and module is not None:
+        whole = module.f_locals.get("self")
     # Falcon takes positions, and with ALiBi has no use for them.
     has_positions = told.get("alibi") is None
     return ModelCall(
         _place(thread, inner),
         _place(thread, root),
         weakref.ref(model) if isinstance(model, PreTrainedModel) else None,
-        use_cache if isinstance(use_cache, bool) else None,
+        weakref.ref(whole) if isinstance(whole, torch.nn.Module) else None,
+        None if inner is None else _use_cache(inner, model, told, given),
         _tensor_in(told, "position_ids") if has_positions else None,
         _tensor_in(told, "attention_mask"),
         "attention_mask" in told and told["attention_mask"] is None,
@@ -216,18 +231,23 @@ def is_generation(depth: int = 1) -> bool:
     return _module_of(sys._getframe(depth + 1)).startswith(_GENERATION)
 
 
-def updating_module(layer_idx: int) -> torch.nn.Module | None:
-    """The attention module that brings K and V of a layer; None if they come from elsewhere."""
+def generated_length() -> int | None:
+    """Tokens of a row at which the innermost `generate` of the host on this thread's stack stops.
+
+    None where there is none. Rows may hold more: a prompt given as embeddings, or what a cache held before.
+    """
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_TO_THE_MODULE):
-        frame = None if frame is None else frame.f_back
-        if frame is None:
-            break
-        # Looking at the variables of a function keeps them alive as long as it runs, so not at just any.
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(owner, torch.nn.Module):
-            return owner if getattr(owner, "layer_idx", None) == layer_idx else None
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and _module_of(frame).startswith(_GENERATION):
+            length = getattr(frame.f_locals.get("generation_config"), "max_length", None)
+            return length if isinstance(length, int) else None
+        frame = frame.f_back
     return None
+
+
+def is_copying(depth: int = 1) -> bool:
+    """Whether the function that is `depth` frames up from the caller belongs to the module `copy`."""
+    return _module_of(sys._getframe(depth + 1)) == "copy"
 
 
 def prompt_of(depth: int = 1) -> tuple[torch.Tensor | None, torch.nn.Module | None]:
@@ -268,13 +288,18 @@ def _tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _belongs_to_model(frame: FrameType) -> bool:
+def _self_kind(frame: FrameType) -> type[torch.nn.Module] | None:
+    """Whether a function is a method of a model of the host, of another module, or of none."""
     code = frame.f_code
-    known = _is_model_forward.get(code)
-    if known is None:
+    if code not in _self_kinds:
         owner: Any = frame.f_locals.get("self")
-        known = _is_model_forward[code] = isinstance(owner, PreTrainedModel)
-    return known
+        kinds = (kind for kind in (PreTrainedModel, torch.nn.Module) if isinstance(owner, kind))
+        _self_kinds[code] = next(kinds, None)
+    return _self_kinds[code]
+
+
+def _is_generate(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "generate" and _module_of(frame).startswith(_GENERATION)
 
 
 def _is_written_by_people(frame: FrameType) -> bool:
@@ -301,6 +326,45 @@ def _given_to(frame: FrameType) -> tuple[Any, dict[str, Any]]:
         for name in ("input_ids", "attention_mask", "position_ids"):
             told[name] = told.get(f"decoder_{name}")
     return model, told
+
+
+def _use_cache(frame: FrameType, model: Any, names: Mapping[str, Any], given: object) -> bool | None:
+    """What a forward was told of the use of its cache; a False counts only if somebody said it.
+
+    A model without a word takes the one of its config, which fine-tuning leaves at False; under gradient
+    checkpointing, or with labels, it takes False; and so it tells the models inside. What a forward was given
+    itself stands in the functions around it, of torch and of the host. Where there are none
+    (`model.forward(...)` of some models) nobody can tell, and the cache is used, as the default one would be.
+
+    Args:
+        frame: Of the forward.
+        model: Whose it is.
+        names: What that forward has.
+        given: What it was given, where that shows already.
+    """
+    value = _named_use_cache(names)
+    if value is not False:
+        return value if isinstance(value, bool) else None
+    above = frame.f_back
+    while above is not None and not _is_generate(above):
+        code = above.f_code
+        if code.co_name == "forward" and _self_kind(above) is PreTrainedModel:
+            if given is not False or _named_use_cache(above.f_locals) is not False:
+                break  # a default of the inner model; or what the outer one wants of it
+            model, given = above.f_locals.get("self"), None
+        elif (
+            code.co_flags & _TAKES_ANYTHING == _TAKES_ANYTHING
+            and code.co_qualname != _FILLS_IN_DEFAULTS
+            and _module_of(above).partition(".")[0] in ("torch", "transformers")
+        ):
+            whose, told = _given_to(above)
+            given = told.get("use_cache") if whose is model else given
+        above = above.f_back
+    return False if given is False else None
+
+
+def _named_use_cache(names: Mapping[str, Any]) -> object:
+    return names["use_cache"] if "use_cache" in names else names.get("kwargs", {}).get("use_cache")
 
 
 @cache

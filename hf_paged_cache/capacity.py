@@ -6,36 +6,50 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
+from . import calls
 from .config import PagedCacheConfig
+from .errors import PagedCacheError
 from .kv_pool import KVPool, PoolShape
-from .memory import free_memory_bytes
+from .memory import free_memory_bytes, total_memory_bytes
 from .precision import Precision
 from .spec import LayerSpec
 
 _DEFAULT_TOKENS = 8192
 """Tokens per sequence for a config that names no `max_position_embeddings`."""
+_RESERVE_TOKENS = 256
+"""Of a row beside its prompt, where memory is taken as it is allocated and nobody says how long rows get."""
 
 
 class Capacity:
-    """Sizes of pools: as asked for, or the model's length for every row, cut to the memory.
+    """Sizes of pools: as asked for, or what rows may need, cut to the memory.
+
+    On a CPU memory that was never written costs nothing, so that every row gets the model's length. Elsewhere
+    a pool begins with the length at which the call in progress stops, or with the prompt and a small reserve,
+    and grows.
 
     Args:
         config: Settings.
         specs: Layer index -> what the config says of that layer.
         max_positions: Longest sequence the model was made for, if its config says.
+
+    Attributes:
+        is_asked_for: The settings say how many tokens there are to be.
     """
 
     def __init__(
         self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
     ) -> None:
         self._config = config
-        self._max_positions = max_positions or _DEFAULT_TOKENS
+        self._row_tokens = config.max_cache_len or max_positions or _DEFAULT_TOKENS
+        self.is_asked_for = config.max_tokens is not None or config.max_cache_len is not None
         self._specs = specs
 
     @property
     def row_blocks(self) -> int:
         """Blocks of the longest row that is expected."""
-        return -(-(self._config.max_tokens or self._max_positions) // self._config.block_size)
+        return self._blocks(self._config.max_tokens or self._row_tokens)
 
     def wanted_blocks(
         self,
@@ -58,14 +72,14 @@ class Capacity:
             is_static: Windows drop nothing at all.
         """
         size, full = self._config.block_size, self._full_blocks(batch)
+        if not is_static:
+            full = min(full, self.expected_blocks(batch, new_tokens, shape.device) or full)
         wanted = {
             window: full
             if window is None or is_static
-            else min(full, batch * self._window_blocks(window, new_tokens if keep_history else 0))
+            else min(full, batch * (self.window_blocks(window) + self._blocks(new_tokens * keep_history)))
             for window in dict.fromkeys(spec.window for spec in self._specs.values())
         }
-        if self._config.max_tokens is not None:
-            return wanted
         block_bytes: Counter[int | None] = Counter()
         slot_bytes = 0  # of blocks that quantised layers keep in the model's dtype
         for index, spec in self._specs.items():
@@ -75,16 +89,49 @@ class Capacity:
             if layer.format is not None:
                 slot_bytes += batch * precision.slots_per_row * layer.dense_bytes(size)
         wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
+        if self.is_asked_for:
+            self._check_memory(wanted_bytes, batch, shape.device)
+            return wanted
         budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device) - slot_bytes
         if wanted_bytes <= budget:
             return wanted
         return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}
 
+    def expected_blocks(self, batch: int, tokens: int, device: torch.device) -> int | None:
+        """Blocks for rows of so many tokens and what is known to follow; None if they may as well be full.
+
+        Args:
+            batch: Rows.
+            tokens: Of every row, stored ones and new ones.
+            device: Where blocks lie.
+        """
+        if self.is_asked_for or not _is_taken_at_once(device):
+            return None
+        return batch * self._blocks(max(calls.generated_length() or tokens + _RESERVE_TOKENS, tokens))
+
+    def grown_blocks(self, num_blocks: int, window: int | None, rows: int, pools: Sequence[KVPool]) -> int:
+        """What a pool that is too small grows to, where no more is missing.
+
+        Args:
+            num_blocks: That it has.
+            window: Of its layers. What they take for a chunk is given back, so it is no more than that.
+            rows: Of all caches that share it.
+            pools: Its tensors.
+        """
+        if window is not None:
+            return rows * self.window_blocks(window)
+        if not self.is_asked_for and (length := calls.generated_length()) is not None:
+            return rows * self._blocks(length)
+        if _grow_in_place(pools):
+            return num_blocks + rows * self._blocks(_RESERVE_TOKENS)
+        return 2 * num_blocks
+
     def shared_blocks(self, window: int | None, pools: Sequence[KVPool], rows: int) -> int:
         """Blocks of a group whose pools serve so many rows of several caches."""
         wanted = self._full_blocks(rows)
         if window is not None:
-            wanted = min(wanted, rows * self._window_blocks(window, 0))
+            # Some cache may take a chunk while another is writing, and the pool cannot grow.
+            wanted = min(wanted, rows * 2 * self.window_blocks(window))
         return min(wanted, self.ceiling_blocks(pools, rows))
 
     def ceiling_blocks(self, pools: Sequence[KVPool], batch: int) -> int:
@@ -95,19 +142,51 @@ class Capacity:
         """
         full = self._full_blocks(batch)
         block_bytes = sum(pool.bytes_per_block for pool in pools)
-        if self._config.max_tokens is not None or not block_bytes:
+        if self.is_asked_for or not block_bytes:
             return full
         budget = self._config.gpu_memory_utilization * free_memory_bytes(pools[0].shape.device)
-        return min(full, int(budget / block_bytes))
+        held = pools[0].storage.tensors[0].shape[0] if _grow_in_place(pools) else 0
+        return min(full, held + int(budget / block_bytes))
+
+    def _check_memory(self, wanted_bytes: int, batch: int, device: torch.device) -> None:
+        """Raise PagedCacheError if pools could never be filled, even by a process alone on the machine."""
+        there = total_memory_bytes(device)
+        if there is None or wanted_bytes <= there:
+            return
+        tokens = self._full_blocks(batch) * self._config.block_size
+        asked = (
+            f"max_cache_len={self._config.max_cache_len} for {batch} rows"
+            if self._config.max_tokens is None
+            else f"max_tokens={self._config.max_tokens}"
+        )
+        raise PagedCacheError(
+            f"{asked} wants pools of {wanted_bytes / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} "
+            f"GiB in all, room for {tokens * there // wanted_bytes} tokens; leave it away for what fits, or "
+            "store fewer bits (`kv_cache_dtype`)"
+        )
 
     def _full_blocks(self, batch: int) -> int:
         """Blocks that hold the capacity however its tokens are spread over the rows."""
         size = self._config.block_size
         if self._config.max_tokens is None:
-            return batch * -(-self._max_positions // size)
+            return batch * self._blocks(self._row_tokens)
         return (self._config.max_tokens + batch * (size - 1)) // size
 
-    def _window_blocks(self, window: int, kept_tokens: int) -> int:
-        """Blocks a row of a window layer holds: the old window, the new one, the edges of both."""
-        size = self._config.block_size
-        return 2 * (-(-window // size) + 1) + -(-kept_tokens // size)
+    def window_blocks(self, window: int) -> int:
+        """Blocks a row of a window layer holds at decode: so many tokens, wherever in a block they begin.
+
+        A chunk of new tokens over a full window holds the old window beside the new one while it is computed.
+        """
+        return self._blocks(window - 1) + 1
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._config.block_size)
+
+
+def _grow_in_place(pools: Sequence[KVPool]) -> bool:
+    return bool(pools) and all(pool.storage.grows_in_place for pool in pools)
+
+
+def _is_taken_at_once(device: torch.device) -> bool:
+    """Whether memory is taken when it is allocated, and not when it is first written."""
+    return device.type != "cpu"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +17,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers import masking_utils as _masking
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from . import calls
@@ -121,6 +123,48 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
     """Make a pair of attention and mask functions known under one name. Registering again changes nothing."""
     AttentionInterface.register(name, attention)
     _masking.AttentionMaskInterface.register(name, mask)
+
+
+@cache
+def call_before_continuous_batching(prepare: Callable[[torch.nn.Module], None]) -> None:
+    """Let a function see a model before the host's continuous batching takes it.
+
+    That serves the implementations it knows by name, and asks nobody about others. Doing this again changes
+    nothing.
+    """
+    manager: Any = ContinuousBatchingManager
+    switch = manager.switch_to_cb_friendly_attn
+
+    @wraps(switch)
+    def prepared(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        prepare(model)
+        return switch(self, model, *args, **kwargs)
+
+    manager.switch_to_cb_friendly_attn = prepared
+
+
+_IMPLEMENTATION = "_attn_implementation_internal"
+
+
+def set_implementation(config: PreTrainedConfig, implementation: str | None) -> None:
+    """Change the attention implementation of one config, and of none inside it."""
+    setattr(config, _IMPLEMENTATION, implementation)
+
+
+def pickle_with(config_class: type, plain_name: Callable[[str], str]) -> None:
+    """Pickle configs of a class under the implementation's plain name, as the host saves them to JSON.
+
+    Another process may not know ours. Copies within this one keep it.
+    """
+
+    def reduce(config: Any) -> Any:
+        make, arguments, state, *rest = config.__reduce_ex__(2)
+        name = state.get(_IMPLEMENTATION)
+        if name is not None and not calls.is_copying(depth=1):
+            state = state | {_IMPLEMENTATION: plain_name(name)}
+        return make, arguments, state, *rest
+
+    copyreg.pickle(config_class, reduce)
 
 
 def attention_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 from .errors import CacheMismatchError
-from .group import Owner
 from .kernels.problem import StaticBlocks
+from .static import Reader
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class _Updated:
     blocks: StaticBlocks
     window: int | None
     is_vetted: bool
-    owner: Owner | None
+    reader: Reader | None
 
 
 _last: list[_Updated] = []
@@ -40,7 +40,7 @@ def update(
     *,
     remember: bool,
     is_vetted: bool,
-    owner: Owner | None,
+    reader: Reader | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V; return all slots of all rows.
 
@@ -52,7 +52,7 @@ def update(
         remember: Whether attention of this package follows. What is never asked for would leave the step as
             one more result of it.
         is_vetted: Whether the kernel was seen to compute what the model's eager function does.
-        owner: The module that computed what is stored.
+        reader: The module whose attention has read what is stored; None if none has.
 
     Returns:
         K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
@@ -92,7 +92,7 @@ def update(
     values = _or_nan_where_full(values, blocks)
     if remember:
         _last.clear()
-        _last.append(_Updated(keys, values, blocks, window, is_vetted, owner))
+        _last.append(_Updated(keys, values, blocks, window, is_vetted, reader))
     return keys, values
 
 
@@ -117,7 +117,7 @@ def attend(
     _last.clear()
     if updated.keys is not key or updated.values is not value:
         return None
-    if updated.owner is not None and updated.owner.module() is not module:
+    if updated.reader is not None and updated.reader.module() is not module:
         refuse(
             "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
             "model itself once, which looks at its weights"

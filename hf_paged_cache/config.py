@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import PagedCacheError
 from .formats import DEFAULT_GROUP_SIZE, FORMATS
 
-LAYER_DTYPES = ("auto", *FORMATS)
+LayerDtype: TypeAlias = Literal["auto", "int8", "fp8", "k8v4", "int4", "int8_block", "int4_group", "fp8_e4m3"]
 """Formats that a layer's K and V can be stored in. `auto` is the model's own dtype."""
 
-KV_CACHE_DTYPES = (*LAYER_DTYPES, "adaptive")
+KVCacheDtype: TypeAlias = Literal[LayerDtype, "adaptive"]
 """What `kv_cache_dtype` can be: a format, or `adaptive`, which chooses by the length of the prompt."""
 
-KEY_ERROR_GUARDS = ("on", "off", "error")
+KeyErrorGuard: TypeAlias = Literal["on", "off", "error"]
+
+DTYPE_ALIASES: Mapping[str, LayerDtype] = {"fp8_e4m3": "fp8"}
+"""Names that vLLM has for formats, and ours."""
+
+LAYER_DTYPES: tuple[LayerDtype, ...] = tuple(
+    name for name in get_args(LayerDtype) if name not in DTYPE_ALIASES
+)
+KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = (*LAYER_DTYPES, "adaptive")
+KEY_ERROR_GUARDS: tuple[KeyErrorGuard, ...] = get_args(KeyErrorGuard)
+assert set(LAYER_DTYPES) == {"auto", *FORMATS}, "the types name the formats that there are"
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 256
@@ -30,8 +41,11 @@ class PagedCacheConfig:
             within 16 %.
         kv_cache_dtype: Format of stored K and V; `auto` keeps the model's dtype. `adaptive` is `int4` for
             prompts up to `adaptive_threshold` tokens and `int8` for longer ones.
-        max_tokens: Capacity of the pool in tokens, summed over the sequences of a batch. None takes the
-            model's `max_position_embeddings` for every sequence, cut to `gpu_memory_utilization`.
+        max_tokens: Capacity of the pool in tokens, summed over the sequences of a batch. None goes up to the
+            model's `max_position_embeddings` for every sequence and to `gpu_memory_utilization`; see
+            `capacity`.
+        max_cache_len: The same for each sequence, as the static cache of transformers takes it; not with
+            `max_tokens`.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
             may take.
         compile: Keep a decode step such that `torch.compile` can trace it, where the device is a GPU.
@@ -51,18 +65,20 @@ class PagedCacheConfig:
     """
 
     block_size: int = 64
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     max_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     compile: bool = False
     group_size: int | Mapping[int, int] = DEFAULT_GROUP_SIZE
-    layer_dtypes: Mapping[int, str] = field(default_factory=dict)
+    layer_dtypes: Mapping[int, LayerDtype] = field(default_factory=dict)
     residual_length: int | None = None
     sink_tokens: int | None = None
-    key_error_guard: str = "on"
+    key_error_guard: KeyErrorGuard = "on"
     adaptive_threshold: int = 512
+    max_cache_len: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_cache_dtype", own_name(self.kv_cache_dtype))
         size = self.block_size
         if not _is_int(size) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise PagedCacheError(
@@ -75,10 +91,17 @@ class PagedCacheConfig:
                 "'auto' stores K and V in the model's dtype"
             )
         self._check_formats()
-        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens <= 0):
+        for name in ("max_tokens", "max_cache_len"):
+            tokens = getattr(self, name)
+            if tokens is not None and (not _is_int(tokens) or tokens <= 0):
+                raise PagedCacheError(
+                    f"{name} must be a positive number of tokens, got {tokens!r}; "
+                    "leave it None for the model's max_position_embeddings"
+                )
+        if self.max_tokens is not None and self.max_cache_len is not None:
             raise PagedCacheError(
-                f"max_tokens must be a positive number of tokens, got {self.max_tokens!r}; "
-                "leave it None for the model's max_position_embeddings"
+                f"max_tokens={self.max_tokens} is the capacity over all rows and "
+                f"max_cache_len={self.max_cache_len} that of each row; give one of them"
             )
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
@@ -114,11 +137,14 @@ class PagedCacheConfig:
                 f"got {self.group_size!r}; {DEFAULT_GROUP_SIZE} is the default"
             )
         named = _names_layers(self.layer_dtypes)
-        if not named or not all(name in LAYER_DTYPES for name in self.layer_dtypes.values()):
+        if not named or not all(own_name(name) in LAYER_DTYPES for name in self.layer_dtypes.values()):
             raise PagedCacheError(
                 f"layer_dtypes must be a dict of layer index to one of {', '.join(LAYER_DTYPES)}, got "
                 f"{self.layer_dtypes!r}; e.g. layer_dtypes={{0: 'int8'}}"
             )
+        object.__setattr__(
+            self, "layer_dtypes", {index: own_name(name) for index, name in self.layer_dtypes.items()}
+        )
         for name in ("residual_length", "sink_tokens"):
             tokens = getattr(self, name)
             if tokens is not None and (not _is_int(tokens) or tokens < 0 or tokens % self.block_size):
@@ -136,6 +162,21 @@ class PagedCacheConfig:
                 f"adaptive_threshold must be a number of tokens, got {self.adaptive_threshold!r}; 512 is the "
                 "default"
             )
+
+
+def own_name(dtype: Any) -> Any:
+    """The name that this package has for a format, if it is one of vLLM's; else what came."""
+    return DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
+def unknown_arguments(names: Iterable[str], known: Iterable[str]) -> PagedCacheError:
+    """What to raise for arguments that there are not, with the nearest that there are."""
+    known = sorted(known)
+    told = []
+    for name in names:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        told.append(f"{name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
+    return PagedCacheError(f"PagedCache has no argument {', '.join(told)}; it takes {', '.join(known)}")
 
 
 def _names_layers(value: Any) -> bool:

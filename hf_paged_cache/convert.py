@@ -25,12 +25,29 @@ def copy_into(paged: Any, other: Cache) -> None:
             f"cannot convert a {type(other).__name__}: pass a Cache; for an EncoderDecoderCache, its "
             "`self_attention_cache` and `cross_attention_cache`, each for itself"
         )
-    if len(other.layers) > len(paged.layers):
+    there, here = len(other.layers), len(paged.layers)
+    kept = [
+        layer
+        for layer in paged.layers[there:]
+        if isinstance(layer, PagedLayer) or layer in paged._hosts.parts
+    ]
+    # A DynamicCache without a config has the layers that were written, so none while it is empty.
+    if there > here or (there and kept):
         raise PagedCacheError(
-            f"the other cache has {len(other.layers)} layers, and the model {len(paged.layers)}: it belongs "
-            "to another model"
+            f"the other cache has {there} layers, and the model {here}: it belongs to another model"
         )
     found = [_states(index, mine, layer) for index, (mine, layer) in enumerate(_pairs(paged, other))]
+    lengths = {
+        index: 0 if states is None else states[0].shape[2]
+        for index, (mine, states) in enumerate(zip(paged.layers, found, strict=False))
+        if isinstance(mine, PagedLayer)
+    }
+    last = next(reversed(lengths), None)
+    if last is not None and lengths[last] != max(lengths.values()):
+        raise PagedCacheError(
+            f"layer {last} of the other cache holds {lengths[last]} tokens per row, and others hold "
+            f"{max(lengths.values())}: the forward that filled it did not reach that layer"
+        )
     with torch.no_grad():
         for index, states in enumerate(found):
             if states is not None:
@@ -42,11 +59,7 @@ def copy_into(paged: Any, other: Cache) -> None:
     if hasattr(other, "_state"):  # another paged cache, which may have left padding out
         paged._state.padding = other._state.padding.stored()
         paged._state.history = other._state.history.copy()
-        for index, mine in enumerate(paged.layers):
-            if isinstance(mine, PagedLayer) and found[index] is not None:
-                owner = other._state.group_of(index).owners.get(index)
-                if owner is not None:
-                    paged._state.group_of(index).owners[index] = owner
+        paged._state.owner = other._state.owner
     for mine, layer in _pairs(paged, other):
         host = mine if not isinstance(mine, PagedLayer) else getattr(mine, "host_part", None)
         source = getattr(layer, "host_part", layer)

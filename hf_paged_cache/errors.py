@@ -20,6 +20,9 @@ an error.
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 
 class PagedCacheError(ValueError):
     """A caller's mistake. The cache is as it was before the call."""
@@ -48,6 +51,9 @@ class UnsupportedLayerError(PagedCacheError):
 class PoolExhausted(RuntimeError):
     """The pool has too few free blocks. Raised before any row of any layer is written.
 
+    Its message begins as those of torch do when a device has no memory left, so that those who retry with a
+    smaller batch then (`find_executable_batch_size` of accelerate) do it here too.
+
     Attributes:
         needed_blocks: Blocks that the call would have taken.
         free_blocks: Blocks that were free.
@@ -55,10 +61,14 @@ class PoolExhausted(RuntimeError):
     """
 
     def __init__(self, message: str, *, needed_blocks: int, free_blocks: int, block_size: int) -> None:
-        super().__init__(message)
+        super().__init__(f"The KV cache is out of memory. {message}")
         self.needed_blocks = needed_blocks
         self.free_blocks = free_blocks
         self.block_size = block_size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is, without `__init__`, so that another process can hand it on."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class BackendUnavailable(RuntimeError):

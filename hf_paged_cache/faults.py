@@ -47,7 +47,8 @@ class Faults:
             self._read.copy_(self._notes, non_blocking=True)
             if self._notes.is_cuda:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._event.record()
+                # The current device may be another one, whose stream knows nothing of this copy.
+                self._event.record(torch.cuda.current_stream(self._notes.device))
             self._is_sent = True
 
     def copy(self) -> Faults:

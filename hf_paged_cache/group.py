@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,36 +13,20 @@ import torch
 from .blocks import BlockManager, DenseBlocks
 from .errors import PagedCacheError
 from .faults import Faults
-from .formats import KVFormat
+from .formats import KVFormat, blank_beyond, with_keys_in_int8
 from .guard import KeyErrorGuard
 from .kernels.problem import NULL_BLOCK, LayerBlocks, dense_entry
 from .kv_pool import KVPool, PoolShape, Storage, split_pairs
 from .precision import Precision
+from .saved import SavedGroup, SavedLayer
 from .spec import LayerSpec
 from .store import Saved, Section
 from .tables import DeviceTables
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The attention module that was seen to use a layer's K and V.
-
-    Attributes:
-        module: The module, if it still lives.
-        fingerprint: What tells its weights from others.
-    """
-
-    module: Callable[[], torch.nn.Module | None]
-    fingerprint: tuple[Any, ...]
-
-    @classmethod
-    def of_saved(cls, fingerprint: tuple[Any, ...]) -> Owner:
-        """An owner of which no more is known than its weights."""
-        return cls(_nobody, fingerprint)
-
-
-def _nobody() -> None:
-    return None
+def _put(target: torch.Tensor, contents: torch.Tensor, places: Sequence[int]) -> None:
+    with torch.no_grad():
+        target[torch.tensor(places, dtype=torch.long, device=target.device)] = contents.to(target.device)
 
 
 class LayerGroup:
@@ -70,7 +54,6 @@ class LayerGroup:
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantised layers are in the model's dtype; None if none ever is.
         pools: The tensors, made when the first layer that needs them is written.
-        owners: Layer index -> whose weights computed that layer's K and V.
     """
 
     HAS_FIXED_ROWS = False
@@ -100,7 +83,6 @@ class LayerGroup:
         self._guard = guard
         self._unguarded = {i for i in specs if guard is not None and guard.concerns(self.formats[i])}
         self.pools: list[KVPool] = []
-        self.owners: dict[int, Owner] = {}
         self._layers: dict[int, tuple[KVPool, int, LayerBlocks]] = {}
         self._tables = DeviceTables(row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
@@ -149,6 +131,7 @@ class LayerGroup:
             shape.records(self.block_size)
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
+        self.section.streams.enter(shape.device, takes_blocks=True)
         pool, place = self._place(layer_idx, shape, self._expected_layers(layer_idx))
         table = self._tables.table(shape.device, self._rows, is_marked=self._has_marks(pool))
         blocks = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
@@ -175,7 +158,6 @@ class LayerGroup:
     def reset(self) -> None:
         """Forget the rows and give their blocks back."""
         self.manager.reset()
-        self.owners.clear()
         self._tables.tokens = 0
         if self.dense is not None:
             self.dense.reset()
@@ -209,6 +191,7 @@ class LayerGroup:
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed.append(reservation.changed_from)
+        self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
         moves = None
         if self.dense is not None:
             moves = self.dense.follow(self.manager, reservation)
@@ -268,6 +251,8 @@ class LayerGroup:
         block that is shared; the bytes are the same.
         """
         full = [] if self.dense is None else self.dense.full(self.manager, new_tokens)
+        if full:
+            self._enter_streams(takes_blocks=False)
         for pool in self.pools if full else ():
             if pool.form is not None:
                 pool.seal(*split_pairs(full))
@@ -288,17 +273,78 @@ class LayerGroup:
                 self._judge(layer_idx, keys)
                 return
 
-    def set_guarded(self, layers: set[int]) -> None:
-        """Note that the guard has looked at layers."""
-        self._unguarded -= layers
+    def export(self, tokens: Mapping[int, int]) -> SavedGroup:
+        """All that it holds, in tensors of their own, and nothing of what else lies in its blocks.
 
-    def adopt_dense(self, columns: Sequence[int], ids: Sequence[int]) -> list[int]:
-        """Make blocks of rows that were adopted dense. Returns their slots."""
-        if self.dense is None:
-            return []
-        slots = self.dense.adopt(self.manager, columns, ids)
-        self._grow_slots()
-        return slots
+        Args:
+            tokens: Layer index -> tokens of every row that this layer has.
+        """
+        columns, dense = self._columns(), self.dense
+        numbers = {block_id: number for number, block_id in enumerate(columns)} | {NULL_BLOCK: NULL_BLOCK}
+        slots = {} if dense is None else dense.slots_by_id(self.manager)
+        tables = self.manager.tables
+        return SavedGroup(
+            window=self.window,
+            tables=[[numbers[block_id] for block_id in table.ids] for table in tables],
+            padding_blocks=[table.num_padding for table in tables],
+            first_held=self.manager.first_held,
+            dense_columns=sorted({columns[block_id] for block_id in slots}),
+            unguarded=[index for index in self._layers if index in self._unguarded],
+            layers={
+                index: self._export_layer(index, columns, slots, tokens[index]) for index in self._layers
+            },
+        )
+
+    def _export_layer(
+        self, layer_idx: int, columns: Mapping[int, int], slots: Mapping[int, int], tokens: int
+    ) -> SavedLayer:
+        _, _, blocks = self._layers[layer_idx]
+        size, form, device = self.block_size, self.formats[layer_idx], blocks.keys.device
+
+        def index(numbers: Iterable[int]) -> torch.Tensor:
+            return torch.tensor([*numbers], dtype=torch.long, device=device)
+
+        def held(ids: Iterable[int]) -> torch.Tensor:
+            return index(max(0, min(size, tokens - columns[block_id] * size)) for block_id in ids)
+
+        places = {block_id: block_id for block_id in columns} if form is None else slots
+        where = index(places.values())
+        keys, values = (blank_beyond(side[where], held(places)) for side in (blocks.keys, blocks.values))
+        records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=device)
+        if blocks.records is not None and blocks.form is not None:
+            encoded = [block_id for block_id in columns if block_id not in slots]
+            records = blocks.form.first_tokens(blocks.records[index(encoded)], held(encoded))
+        return SavedLayer("auto" if form is None else form.name, keys, values, records)
+
+    def import_(self, saved: SavedGroup, length: int) -> None:
+        """Fill rows that have just begun with what `export` has taken; they hold nothing, and there is room.
+
+        Args:
+            saved: Checked.
+            length: Tokens of every row.
+        """
+        for layer_idx, layer in saved.layers.items():
+            form = self.formats[layer_idx]
+            if form is not None and form.name != layer.format:
+                self.formats[layer_idx] = with_keys_in_int8(form)
+            self.claim(layer_idx, layer.keys, layer.values)
+        ids = self.manager.adopt(saved.tables, length, saved.padding_blocks)
+        assert ids is not None, "room was made for all blocks"
+        self.manager.first_held = saved.first_held
+        self._unguarded -= saved.layers.keys() - set(saved.unguarded)
+        slots: list[int] = []
+        if self.dense is not None:
+            slots = self.dense.adopt(self.manager, saved.dense_columns, [ids[n] for n in saved.dense])
+            self._grow_slots()
+        for layer_idx, layer in saved.layers.items():
+            _, _, blocks = self._layers[layer_idx]
+            places = list(ids.values()) if blocks.records is None else slots
+            _put(blocks.keys, layer.keys, places)
+            _put(blocks.values, layer.values, places)
+            if blocks.records is not None:
+                _put(blocks.records, layer.records, [ids[number] for number in saved.encoded])
+        self.sync_tables()
+        self.set_length(length)
 
     def is_unguarded(self, layer_idx: int) -> bool:
         """Whether the guard has yet to look at a layer."""
@@ -313,6 +359,17 @@ class LayerGroup:
         """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none."""
         self.section.grow(num_blocks)
         self.bind_again()
+
+    def shrink(self, num_blocks: int) -> None:
+        """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
+        if self.section.members != [self]:
+            return
+        moved = self.section.shrink(num_blocks)
+        self.manager.renumber(moved)
+        if self.dense is not None:
+            self.dense.renumber(moved)
+        self.bind_again()
+        self.sync_tables()
 
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
@@ -329,7 +386,7 @@ class LayerGroup:
         slots = None if dense is None else dense.save()
         attributes = {
             name: copy.copy(getattr(self, name))
-            for name in ("pools", "owners", "formats", "_unguarded", "_layers", "_changed", "is_writing")
+            for name in ("pools", "formats", "_unguarded", "_layers", "_changed", "is_writing")
         }
 
         def restore() -> None:
@@ -353,13 +410,18 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
         """A copy with blocks of its own, of which only those in use are written."""
-        used = self._used_blocks()
-        section = Section(self.num_blocks)
-        storages = {id(pool.storage): pool.storage.copy(self.num_blocks, used) for pool in self.pools}
+        size, columns = self.block_size, self._columns()
+        held = {i: min(size, self.num_tokens - column * size) for i, column in columns.items()}
+        held = {i: tokens for i, tokens in held.items() if tokens > 0}
+        section = Section(self.num_blocks, grows=self.section.grows)
+        storages = {id(pool.storage): pool.storage.copy(self.num_blocks, [*held]) for pool in self.pools}
         section.storages = list(storages.values())
         manager = self.manager.apart()
         section.blocks = manager.pool
         twin = memo[id(self)] = self._copy_to(section, manager, copy.deepcopy(self.dense), storages)
+        slots = {} if self.dense is None else self.dense.slots_by_id(self.manager)
+        for pool in twin.pools:
+            pool.blank_beyond(held, slots)
         for index, (_, _, blocks) in self._layers.items():
             memo[id(blocks)] = twin.blocks_of(index)
         return twin
@@ -375,7 +437,7 @@ class LayerGroup:
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         twin.section, twin.manager, twin.dense = section, manager, dense
-        twin.owners, twin.formats, twin._unguarded = dict(self.owners), dict(self.formats), {*self._unguarded}
+        twin.formats, twin._unguarded = dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
         twin._changed = []
@@ -430,8 +492,8 @@ class LayerGroup:
     def _has_marks(self, pool: KVPool) -> bool:
         return self.dense is not None and pool.form is not None
 
-    def _dense_columns(self, pool: KVPool) -> tuple[int, ...]:
-        return () if self.dense is None or pool.form is None else tuple(self.dense.columns)
+    def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...]:
+        return () if self.dense is None or pool.form is None else (tuple(self.dense.columns),)
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
@@ -448,6 +510,11 @@ class LayerGroup:
             if device not in self._faults:
                 self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
             blocks.fault = self._faults[device].of(layer_idx)
+
+    def _enter_streams(self, *, takes_blocks: bool) -> None:
+        """Order what follows after the other streams that use the section: see `Streams.enter`."""
+        for device in {pool.shape.device for pool in self.pools}:
+            self.section.streams.enter(device, takes_blocks=takes_blocks)
 
     def _place(self, layer_idx: int, shape: PoolShape, room: int) -> tuple[KVPool, int]:
         """The pool of a layer and its place there, in tensors for `room` layers if some have to be made."""
@@ -503,8 +570,14 @@ class LayerGroup:
     def _used_slots(self) -> list[int]:
         return [] if self.dense is None else self.dense.live_slots(self.manager)
 
-    def _used_blocks(self) -> list[int]:
-        return sorted({block_id for table in self.manager.tables for block_id in table.stored_ids()})
+    def _columns(self) -> dict[int, int]:
+        """Block id -> its column in the tables, of all blocks that rows hold, in the order of the tables."""
+        return {
+            block_id: column
+            for table in self.manager.tables
+            for column, block_id in enumerate(table.ids)
+            if block_id != NULL_BLOCK
+        }
 
     def _expected_layers(self, layer_idx: int) -> int:
         hint = self.specs[layer_idx], self.formats[layer_idx]

@@ -17,6 +17,7 @@ from .guard import KeyErrorGuard
 from .kernels.problem import LayerBlocks
 from .kv_pool import PoolShape
 from .precision import Precision
+from .saved import SavedCache
 from .spec import LayerSpec
 from .static import StaticGroup
 from .store import Saved, Store
@@ -55,6 +56,11 @@ class LayerGroups:
     def all(self) -> list[LayerGroup]:
         """The groups, in the order of their first layers."""
         return list(self._by_window.values())
+
+    @property
+    def specs(self) -> dict[int, LayerSpec]:
+        """Layer index -> what the config of the model says of that layer."""
+        return self._specs
 
     @property
     def static(self) -> list[StaticGroup]:
@@ -173,6 +179,8 @@ class LayerGroups:
         """
         for group in self.all:
             group.check_faults()
+            if new_tokens == 1 and not keep_history:
+                self.give_back_chunk(group)
             self.make_room(group, batch, start, new_tokens, keep_history=keep_history, padding=padding)
         for group in self.all:
             group.check_full(new_tokens)
@@ -206,6 +214,19 @@ class LayerGroups:
         free = pool.num_free + pool.num_pending
         raise self._no_room(group, batch, new_tokens, needed, free)
 
+    def give_back_chunk(self, group: LayerGroup) -> None:
+        """Have a window's pool as small again as decode steps need it, after a chunk made it grow."""
+        if group.window is None or isinstance(group, StaticGroup):
+            return
+        num_blocks = group.manager.batch * self._capacity.window_blocks(group.window)
+        if num_blocks >= group.num_blocks:
+            return
+        group.section.collect()
+        # As the reservation of the next token would, which comes after this.
+        group.release_outside_window()
+        if group.manager.pool.num_referenced <= num_blocks:
+            group.shrink(num_blocks)
+
     def check_room_for(self, start: int, new_tokens: int, batch: int) -> None:
         """Raise PoolExhausted unless rows that are cropped to `start` tokens can take so many after that."""
         for group in self.all:
@@ -222,9 +243,13 @@ class LayerGroups:
         missing = needed - pool.num_free - pool.num_pending
         if missing <= 0:
             return True
+        rows = sum(member.manager.batch for member in group.section.members)
         grown = min(
-            max(2 * group.num_blocks, group.num_blocks + missing),
-            self._capacity.ceiling_blocks(group.pools, sum(m.manager.batch for m in group.section.members)),
+            max(
+                self._capacity.grown_blocks(group.num_blocks, group.window, rows, group.pools),
+                group.num_blocks + missing,
+            ),
+            self._capacity.ceiling_blocks(group.pools, rows),
         )
         if grown - group.num_blocks < missing or not group.can_grow:
             return False
@@ -235,6 +260,12 @@ class LayerGroups:
         """Note whether a forward is in progress: then tensors have to stay where they are."""
         for group in self.all:
             group.is_writing = is_writing
+
+    def would_seal(self, new_tokens: int) -> bool:
+        """Whether blocks are encoded, for all of their layers, when so many tokens come."""
+        return any(
+            group.dense is not None and group.dense.full(group.manager, new_tokens) for group in self.all
+        )
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
@@ -311,6 +342,52 @@ class LayerGroups:
         memo[id(self)] = twin
         return twin
 
+    def beside(self, saved: SavedCache | None = None, first_tokens: int = 0) -> LayerGroups:
+        """Groups with saved contents, or none, beside these, which stay as they are. Part of a change.
+
+        They take blocks of the same store if enough are free there, otherwise they have one of their own.
+
+        Args:
+            saved: Checked contents, with rows.
+            first_tokens: Of the prompt by which formats were chosen.
+
+        Raises:
+            PoolExhausted: A pool for so many rows cannot hold them.
+        """
+        twin = copy.copy(self)
+        twin._by_window, twin.blocks = {}, {}
+        if saved is None:
+            return twin
+        needed = {group.window: group.num_blocks for group in saved.groups}
+        for group in self.all:
+            group.section.collect()
+        if not all(group.manager.pool.can_allocate(needed[group.window]) for group in self.all):
+            twin.store = Store()
+        twin._fill(saved, first_tokens, needed)
+        return twin
+
+    def _fill(self, saved: SavedCache, first_tokens: int, needed: dict[int | None, int]) -> None:
+        layer = next(layer for group in saved.groups for layer in group.layers.values())
+        keys, values = (
+            side.new_empty(1).expand(saved.batch, side.shape[1], first_tokens, side.shape[3])
+            for side in (layer.keys, layer.values)
+        )
+        self.open_rows(keys, values, keep_history=saved.record_past, would_be_static=lambda device: False)
+        for part in saved.groups:
+            group, count = self._by_window[part.window], needed[part.window]
+            # With more history than its windows need, it may want more than they do.
+            if not self.provide(group, count):
+                free = group.manager.pool.num_free + group.manager.pool.num_pending
+                raise PoolExhausted(
+                    f"state_dict holds {count} blocks of {group.block_size} tokens, and the pool has {free} "
+                    "free ones; make the cache with a larger `max_tokens`. The cache is as it was",
+                    needed_blocks=count,
+                    free_blocks=free,
+                    block_size=group.block_size,
+                )
+            group.import_(part, saved.length)
+            self.blocks.update({index: group.blocks_of(index) for index in group.claimed})
+
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
         attributes = dict(vars(self))
@@ -338,7 +415,8 @@ class LayerGroups:
 
     def _new_group(self, window: int | None, num_blocks: int, batch: int) -> LayerGroup:
         specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
-        section, size = self.store.section(window, num_blocks), self._config.block_size
+        grows = window is None and not self._capacity.is_asked_for and not self.is_static
+        section, size = self.store.section(window, num_blocks, grows=grows), self._config.block_size
         if self.is_static:
             return StaticGroup(window, specs, section, block_size=size, row_blocks=num_blocks // batch)
         return LayerGroup(

@@ -148,6 +148,10 @@ class TokenHistory:
             twin._put(self._ids[:, : self.count], 0, self.count)
         return twin
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenHistory:
+        """As `copy`: what was cropped, or told of tokens to come, stays behind."""
+        return self.copy()
+
     def _put(self, ids: Ids, start: int, end: int) -> None:
         rows, room = self._ids.shape
         if not start or rows != ids.shape[0] or room < end:

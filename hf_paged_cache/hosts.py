@@ -51,6 +51,19 @@ class HostParts:
         """The objects, in the order of their layers."""
         return list(self._parts.values())
 
+    def empty_parts(self) -> dict[int, tuple[Any, dict[str, Any]]]:
+        """Layer index -> object, and the attributes that it has while it holds nothing."""
+        return {index: (part, self._empty.kept(part)) for index, part in self._parts.items()}
+
+    @property
+    def fixed(self) -> set[int]:
+        """Layers that a forward need not touch: they hold something else than the tokens, or nothing."""
+        return self._fixed
+
+    def settled(self) -> dict[str, Any]:
+        """The attributes of this object itself when no forward is known to it, as after `reset`."""
+        return {"_call": None, "_done": set(), "_text": UncountedText()}
+
     @property
     def indexer(self) -> Any:
         """The first object that holds the keys of an indexer, or None."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from .blocks import Moves
-from .formats import KVFormat, RecordFormat
+from .formats import KVFormat, RecordFormat, blank_beyond
 from .kernels import dispatch
-from .memory import advise_huge_pages
+from .memory import advise_huge_pages, allocate
+from .virtual_memory import growing_memory
+
+_NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +85,14 @@ class Storage:
         keys: `[blocks, layers, kv_heads, block_size, head_dim]`, or None with a format.
         values: `[blocks, layers, kv_heads, block_size, v_head_dim]`, or None with a format.
         records: uint8 `[blocks, layers, kv_heads, nbytes]`, or None without a format.
+        grows: More blocks are expected, so that memory is taken that grows where it lies, if there is such.
     """
 
-    def __init__(self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int) -> None:
+    def __init__(
+        self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int, grows: bool = False
+    ) -> None:
         self.shape = shape
+        self.grows = grows
         self.block_size = block_size
         self.form = shape.records(block_size)
         self.num_layers = num_layers
@@ -90,11 +100,12 @@ class Storage:
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.records: torch.Tensor | None = None
-        if self.form is None:
-            self.keys, self.values = allocate_dense(shape, num_blocks, num_layers, block_size)
-        else:
-            sizes = num_blocks, num_layers, shape.kv_heads, self.form.nbytes
-            self.records = _empty(sizes, torch.uint8, shape.device)
+        wanted = self._sizes(num_blocks)
+        self._memory = [growing_memory(shape.device) for _ in wanted] if grows else []
+        tensors = self._in_place(num_blocks)
+        if tensors is None:
+            self._memory, tensors = [], [_empty(*each, shape.device, block_size) for each in wanted]
+        self._take(tensors)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -107,6 +118,11 @@ class Storage:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
+    def grows_in_place(self) -> bool:
+        """Whether more blocks can come without a copy of those that there are."""
+        return bool(self._memory)
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
         return self.num_layers * self.shape.block_bytes(self.block_size)
@@ -117,25 +133,74 @@ class Storage:
             self.layers[layer_idx] = len(self.layers)
         return self.layers.get(layer_idx)
 
-    def copy(self, num_blocks: int, used: Sequence[int]) -> Storage:
+    def copy(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Storage:
         """The same layers in tensors of their own.
 
         Args:
             num_blocks: Blocks of the copy.
             used: Ids whose content is copied. The others are not touched, so that they stay free of charge.
+            moved: Id -> another one that it has in the copy.
         """
         twin = Storage(
-            self.shape, num_blocks=num_blocks, num_layers=self.num_layers, block_size=self.block_size
+            self.shape,
+            num_blocks=num_blocks,
+            num_layers=self.num_layers,
+            block_size=self.block_size,
+            grows=self.grows,
         )
         twin.layers = dict(self.layers)
         for new, old in zip(twin.tensors, self.tensors, strict=True):
             for block_id in used:
-                new[block_id] = old[block_id]
+                new[moved.get(block_id, block_id)] = old[block_id]
+        return twin
+
+    def extended(self, num_blocks: int) -> Storage | None:
+        """The same with more blocks, in the memory where they lie; None if they have to be copied."""
+        tensors = self._in_place(num_blocks)
+        if tensors is None:
+            return None
+        twin = copy.copy(self)
+        twin._take(tensors)
         return twin
 
     def become(self, other: Storage) -> None:
         """Take over the tensors of a copy of itself."""
-        self.keys, self.values, self.records = other.keys, other.values, other.records
+        self.held = other.held
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """All that a change of size replaces."""
+        return self.keys, self.values, self.records, self._memory
+
+    @held.setter
+    def held(self, held: tuple[Any, ...]) -> None:
+        self.keys, self.values, self.records, self._memory = held
+
+    def _sizes(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Sizes and dtypes of the tensors."""
+        shape, leading = self.shape, (num_blocks, self.num_layers, self.shape.kv_heads)
+        if self.form is not None:
+            return [((*leading, self.form.nbytes), torch.uint8)]
+        return [((*leading, self.block_size, dim), shape.dtype) for dim in (shape.head_dim, shape.v_head_dim)]
+
+    def _in_place(self, num_blocks: int) -> list[torch.Tensor] | None:
+        """The tensors in memory that grows; None if there is none, or none is left."""
+        found = []
+        try:
+            for memory, each in zip(self._memory, self._sizes(num_blocks), strict=False):
+                if memory is None:
+                    return None
+                with torch.inference_mode(False):
+                    found.append(memory.tensor(*each))
+        except RuntimeError:
+            return None
+        return found or None
+
+    def _take(self, tensors: list[torch.Tensor]) -> None:
+        if self.form is None:
+            self.keys, self.values = tensors
+        else:
+            (self.records,) = tensors
 
 
 class KVPool:
@@ -219,6 +284,24 @@ class KVPool:
         for pool in (self.keys, self.values) if self.records is None else (self.records,):
             pool[torch.tensor(ids, device=pool.device)] = 0
 
+    def blank_beyond(self, held: Mapping[int, int], slots: Mapping[int, int]) -> None:
+        """Leave nothing in blocks but the first tokens of each, as in a copy that is another's.
+
+        Args:
+            held: Block id -> how many.
+            slots: Block id -> slot, of those that quantised layers keep in the model's dtype.
+        """
+        size, dense, form = self.storage.block_size, held, self.form
+        if form is not None and self.records is not None:
+            ids, counts = _indices(
+                {i: 0 if i in slots else n for i, n in held.items()}, size, self.shape.device
+            )
+            self.records[ids] = form.first_tokens(self.records[ids], counts)
+            dense = {slot: held[block_id] for block_id, slot in slots.items()}
+        ids, counts = _indices(dense, size, self.shape.device)
+        for pool in (self.keys, self.values):
+            pool[ids] = blank_beyond(pool[ids], counts)
+
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks in the model's dtype, all layers at once."""
         dispatch.copy_blocks(self.keys, src, dst)
@@ -270,8 +353,18 @@ def allocate_dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for K and V of so many blocks in the model's dtype."""
     leading = (num_blocks, num_layers, shape.kv_heads, block_size)
-    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device)
-    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device)
+    keys = _empty((*leading, shape.head_dim), shape.dtype, shape.device, block_size)
+    return keys, _empty((*leading, shape.v_head_dim), shape.dtype, shape.device, block_size)
+
+
+def _indices(
+    held: Mapping[int, int], block_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of blocks that are not full: which, and how many tokens they hold."""
+    partial = {index: count for index, count in held.items() if count < block_size}
+    return torch.tensor([*partial], device=device, dtype=torch.long), torch.tensor(
+        [*partial.values()], device=device, dtype=torch.long
+    )
 
 
 def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -279,9 +372,7 @@ def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # A pool made inside torch.inference_mode() could not be written outside of it.
-    with torch.inference_mode(False):
-        tensor = torch.empty(*shape, dtype=dtype, device=device)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, block_size: int) -> torch.Tensor:
+    tensor = allocate(shape, dtype, device, block_size)
     advise_huge_pages(tensor)
     return tensor

@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from . import calls, compiled, traced
+from . import compiled, traced
 from .errors import CacheMismatchError, PagedCacheError, UnstorableValueError
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
 from .lazy import dense
 from .masks import PagedLength, StaticLength
-from .ownership import check_owner
 from .state import CacheState
 from .static import StaticGroup
 from .view import PagedView, StoredKV
@@ -44,11 +43,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         twin._state, twin._last_read = state, None
         return twin
 
+    def forget(self) -> None:
+        """Expect other K and V than so far, as when saved ones were loaded."""
+        self._last_seen = self._last_read = None
+
     # --- what attention calls -------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take a place in a pool for K `[batch, kv_heads, tokens, head_dim]` and V of these shapes."""
         if self.layer_idx not in self._state.blocks:
+            if not _have_content(key_states, value_states):
+                self._raise_mismatch(key_states, value_states)
             self._state.claim(self.layer_idx, key_states, value_states)
 
     def update(
@@ -84,6 +89,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         # What another cache shows of its layers has no storage that a kernel could read.
         key_states, value_states = dense(key_states), dense(value_states)
         self._check(key_states, value_states)
+        _check_data(self.layer_idx, key_states, value_states)
         start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
         joins = state.is_open and state.is_next_in_step(self.layer_idx)
         is_first = not joins or start + new_tokens != state.step_end
@@ -91,11 +97,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             state.begin_step(self.layer_idx, key_states, value_states)
         try:
             stored = self._store(key_states, value_states, state.step_start)
-            if is_first:
-                # Attention of this package looks too, but a model may have attention code of its own.
-                module = calls.updating_module(self.layer_idx)
-                if module is not None:
-                    check_owner(module, stored)
         except BaseException:
             if state.is_open:  # not taken back yet
                 state.abort_step()
@@ -285,6 +286,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             or stored.end != tokens
             or not stored.is_current
         ):
+            self._state.check_reader(self.layer_idx)
             start = self._first_visible(tokens)
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
@@ -317,7 +319,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             value_states,
             remember=self._state.is_attended(),
             is_vetted=self.layer_idx in group.vetted,
-            owner=group.owners.get(self.layer_idx),
+            reader=group.readers.get(self.layer_idx),
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
@@ -360,6 +362,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         k, v = key_states.shape, value_states.shape
         if len(k) != 4 or len(v) != 4 or k[:3] != v[:3] or key_states.dtype != value_states.dtype:
             return False
+        if not _have_content(key_states, value_states):
+            return False
         if batch and k[0] != batch:
             return False
         return blocks is None or (
@@ -382,6 +386,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             raise CacheMismatchError(
                 f"layer {self.layer_idx}: K and V must be [batch, kv_heads, tokens, head_dim] and agree in "
                 f"the first three; got {got}"
+            )
+        if not _have_content(key_states, value_states):
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must have at least one row, one kv head and one channel; "
+                f"got {got}"
             )
         if batch and key_states.shape[0] != batch:
             raise CacheMismatchError(
@@ -447,6 +456,12 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
         return max(0, tokens - (self.sliding_window - 1))
 
 
+def _have_content(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+    """Whether K and V `[batch, kv_heads, tokens, head_dim]` have rows, heads and channels, if not tokens."""
+    batch, kv_heads, _, head_dim = key_states.shape
+    return min(batch, kv_heads, head_dim, value_states.shape[3]) > 0
+
+
 def refuse_to_move(method: str) -> NoReturn:
     """Raise what calls of `offload` and `prefetch` get.
 
@@ -457,3 +472,18 @@ def refuse_to_move(method: str) -> NoReturn:
         f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
         "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
     )
+
+
+def _check_data(layer_idx: int, *sides: torch.Tensor) -> None:
+    """Raise CacheMismatchError if nobody has computed K or V, or a transform keeps the numbers to itself."""
+    for states in sides:
+        try:
+            has_data = states.untyped_storage().device.type != "meta"
+        except NotImplementedError:  # torch's word for a tensor that stands for others
+            has_data = False
+        if not has_data:
+            raise CacheMismatchError(
+                f"layer {layer_idx}: K and V have no data, as on the meta device, in FakeTensorMode and "
+                "inside transforms of torch.func, and a paged cache stores data. Use a DynamicCache there; "
+                "`plan_memory` tells sizes without a forward"
+            )

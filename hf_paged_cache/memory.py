@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+
+from .errors import PoolExhausted
 
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE_BYTES = 2 << 20
@@ -23,12 +27,27 @@ def free_memory_bytes(device: torch.device) -> int:
     return min(_available_ram_bytes(), _cgroup_headroom_bytes())
 
 
+def total_memory_bytes(device: torch.device) -> int | None:
+    """Bytes that `device` has, whoever uses them: more than that cannot be written. None if nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    if device.type != "cpu":
+        return None
+    return _meminfo_bytes("MemTotal", "SwapTotal") or _physical_ram_bytes()
+
+
 def _available_ram_bytes() -> int:
+    return _meminfo_bytes("MemAvailable") or _physical_ram_bytes()
+
+
+def _meminfo_bytes(*names: str) -> int:
+    """Sum of what Linux says under these names; 0 elsewhere."""
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in names)
+
+
+def _physical_ram_bytes() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):  # a system without these names
@@ -47,6 +66,30 @@ def _cgroup_headroom_bytes() -> int:
     # Files that were read stay cached until somebody needs the memory, and count as used.
     used -= int(stat.get("inactive_file", 0))
     return sys.maxsize if limit == "max" else max(0, int(limit) - used)
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, block_size: int) -> torch.Tensor:
+    """Memory of `[blocks, ...]` that nobody has written yet.
+
+    Raises:
+        PoolExhausted: The device has none left.
+    """
+    try:
+        # A pool made inside torch.inference_mode() could not be written outside of it.
+        with torch.inference_mode(False):
+            return torch.empty(*shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        blocks = shape[0]
+        size_bytes = math.prod(shape) * dtype.itemsize
+        raise PoolExhausted(
+            f"{device} has no {size_bytes} bytes for {blocks} blocks of {block_size} tokens ({error}). Ways "
+            "out: a smaller `max_tokens` of the PagedCache, a smaller batch, fewer bits (`kv_cache_dtype`)",
+            needed_blocks=blocks,
+            free_blocks=0,
+            block_size=block_size,
+        ) from error
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:

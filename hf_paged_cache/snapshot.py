@@ -1,216 +1,505 @@
 """A cache as a plain dict of tensors and numbers, and back: what `state_dict`, `pickle` and `torch.save` use.
 
-Only blocks that rows hold are written, numbered anew from 0, as the bytes that they are: a quantised cache
-comes back bit for bit. Rows that share a block share it still.
+Blocks that rows hold are written, numbered anew, as the bytes that they are: a quantised cache comes
+back bit for bit, and rows that share a block share it still. What lies in these blocks beside the rows' own
+tokens (of whoever had them before, of tokens that were cropped) is written as zeros. What `saved` describes
+is the whole of it.
 
-```
-version, settings        what must agree with the cache that loads it
-batch, tokens            rows, and tokens per row
-input_ids                [rows, known tokens]
-padding                  what is remembered of rows that begin with padding
-groups                   one per window: tables, the ids of dense blocks, and per layer its blocks
-hosts                    attributes of the layers (and parts) of the host's own classes
-```
+Loading looks at everything first: each part has its type and size, the parts agree with each other and with
+the cache, and no size goes beyond the tensors that are really there. Then contents are put beside those that
+the cache has, and take their place in one go. What is not looked at is what K, V, ids and recurrent states
+say, and which shape a model gives the latter beyond their rows: bytes are bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from . import architectures
 from .blocks import NULL_BLOCK
-from .errors import PagedCacheError, PoolExhausted
+from .errors import PagedCacheError
 from .formats import KVFormat, with_keys_in_int8
-from .group import LayerGroup, Owner
-from .groups import LayerGroups
+from .hosts import HostParts
+from .layer import PagedLayer
+from .ownership import Weights
 from .padding import Padding
+from .precision import Precision
+from .saved import (
+    VERSION,
+    SavedCache,
+    SavedGroup,
+    SavedLayer,
+    SavedPadding,
+    SavedSettings,
+    damaged,
+    is_whole,
+    parse,
+    plain,
+)
 from .state import CacheState
 
-VERSION = 1
+Attributes = dict[str, Any]
 
 
-def take(state: CacheState, hosts: Sequence[Any]) -> dict[str, Any]:
+def take(state: CacheState, hosts: HostParts) -> dict[str, Any]:
     """The contents of a cache, in tensors of their own."""
-    return {
-        "version": VERSION,
-        "settings": {"block_size": state.config.block_size, "kv_cache_dtype": state.config.kv_cache_dtype},
-        "layer_dtypes": state.layer_dtypes(),
-        "batch": state.batch,
-        "tokens": dict(state.tokens),
-        "length": state.step_end,
-        "record_past": state.record_past,
-        "input_ids": state.history.ids,
-        "padding": state.padding.state_dict(),
-        "groups": [_take_group(group) for group in state.groups] if state.batch else [],
-        "hosts": [_plain(vars(host)) for host in hosts],
-    }
-
-
-def check(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -> None:
-    """Raise PagedCacheError unless a cache can take these contents; changes nothing."""
-    if not isinstance(saved, Mapping) or "version" not in saved:
-        raise PagedCacheError(
-            f"state_dict must be what `cache.state_dict()` returned, got {type(saved).__name__}"
+    ids = state.history.ids
+    taken: dict[str, Any] = plain(
+        SavedCache(
+            version=VERSION,
+            settings=SavedSettings(state.config.block_size, state.config.kv_cache_dtype),
+            batch=state.batch,
+            length=state.step_end,
+            tokens=dict(state.tokens),
+            record_past=state.record_past,
+            input_ids=ids if ids.shape[1] else ids.new_empty(state.batch, 0),
+            owner=state.owner.saved() if isinstance(state.owner, Weights) else state.owner,
+            padding=SavedPadding(**state.padding.state_dict()),
+            groups=[group.export(state.tokens) for group in state.groups] if state.batch else [],
+            hosts=[_copied(_plain_attributes(vars(part))) for part in hosts.parts],
         )
-    settings = state.config
-    expected = {
-        "version": VERSION,
-        "block_size": settings.block_size,
-        "kv_cache_dtype": settings.kv_cache_dtype,
-        "layers": sorted(state.tokens),
-        "other layers": len(hosts),
-    }
-    got = {
-        "version": saved["version"],
-        **saved.get("settings", {}),
-        "layers": sorted(saved.get("tokens", {})),
-        "other layers": len(saved.get("hosts", [])),
-    }
-    wrong = {name: (value, got.get(name)) for name, value in expected.items() if got.get(name) != value}
-    if wrong:
-        name, (mine, theirs) = next(iter(wrong.items()))
+    )
+    return taken
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Saved contents that were checked against the cache which is to hold them.
+
+    Attributes:
+        saved: They.
+        tokens: Layer index -> tokens per row, in the order of writing.
+        padding: What is remembered of padding.
+        parts: The objects of the host's own classes, and the attributes that they will have.
+        first_tokens: Of a prompt by which the formats of the layers would be chosen.
+    """
+
+    saved: SavedCache
+    tokens: dict[int, int]
+    padding: Padding
+    parts: list[tuple[Any, Attributes]]
+    first_tokens: int
+
+
+def checked(state: CacheState, hosts: HostParts, state_dict: object) -> Contents:
+    """What a state dict says; changes nothing.
+
+    Raises:
+        PagedCacheError: It is damaged, or of another model or other settings.
+    """
+    if not isinstance(state_dict, Mapping) or "version" not in state_dict:
+        raise PagedCacheError(
+            f"state_dict must be what `cache.state_dict()` returned, got {type(state_dict).__name__}"
+        )
+    _require_same("version", VERSION, parse(int, state_dict["version"], "state_dict['version']"))
+    saved = parse(SavedCache, dict(state_dict))
+    _require_same("block_size", state.config.block_size, saved.settings.block_size)
+    _require_same("kv_cache_dtype", state.config.kv_cache_dtype, saved.settings.kv_cache_dtype)
+    _require_same("layers", sorted(state.tokens), sorted(saved.tokens))
+    _require_same("other layers", len(hosts.parts), len(saved.hosts))
+    _check_lengths(saved)
+    _check_padding(saved)
+    first_tokens = 1
+    if saved.batch:
+        specs = state.layer_groups.specs
+        windows = [group.window for group in saved.groups]
+        expected = list(dict.fromkeys(spec.window for spec in specs.values()))
+        _expect(
+            windows == expected, "state_dict['groups']", f"one for each of the windows {expected}", windows
+        )
+        first_tokens, formats = _formats(state, saved)
+        for index, group in enumerate(saved.groups):
+            layers = {i: form for i, form in formats.items() if specs[i].window == group.window}
+            _check_group(saved, group, layers, f"state_dict['groups'][{index}]")
+    return Contents(
+        saved,
+        tokens={index: saved.tokens[index] for index in state.tokens},
+        padding=Padding.from_state_dict(plain(saved.padding)),
+        parts=_checked_parts(hosts, saved),
+        first_tokens=first_tokens,
+    )
+
+
+def load(state: CacheState, hosts: HostParts, layers: Sequence[Any], contents: Contents) -> None:
+    """Replace the contents of a cache.
+
+    Raises:
+        PoolExhausted: They do not fit into the pool. Whatever is raised, the cache is as it was.
+    """
+    before = state.layer_groups
+    saved = contents.saved if contents.saved.batch else None
+
+    def make() -> None:
+        groups = before.beside(saved, contents.first_tokens)
+        vars(state).update(state.with_contents(groups, contents.saved, contents.tokens, contents.padding))
+        for part, values in contents.parts:
+            part.__dict__ = _copied(values)
+        vars(hosts).update(hosts.settled())
+        for layer in layers:
+            if isinstance(layer, PagedLayer):
+                layer.forget()
+
+    state.change(make, hosts)
+    before.store.change(before.save, before.reset)
+
+
+# --- what must be true --------------------------------------------------------------------------------------
+
+
+def _expect(is_right: bool, where: str, expected: str, got: object) -> None:
+    if not is_right:
+        raise damaged(where, expected, got)
+
+
+def _require_same(name: str, mine: object, theirs: object) -> None:
+    if mine != theirs:
         raise PagedCacheError(
             f"state_dict does not fit this cache: {name} is {theirs} there and {mine} here. Load it into a "
             "PagedCache made for the same model with the same settings"
         )
-    rows = {"batch", "tokens", "length", "record_past", "input_ids", "padding"}
-    needed = rows | {"groups", "layer_dtypes", "hosts"}
-    if missing := needed - set(saved):
-        raise PagedCacheError(f"state_dict lacks {', '.join(sorted(missing))}: it was cut or changed")
 
 
-def restore(state: CacheState, hosts: Sequence[Any], saved: Mapping[str, Any]) -> None:
-    """Fill an empty cache. The caller has called `check`."""
-    for host, values in zip(hosts, saved["hosts"], strict=True):
-        vars(host).update(_plain(values))
-    state.record_past = saved["record_past"]
-    if not saved["batch"]:
-        return
-    with state.layer_groups.store.lock:
-        _open(state.layer_groups, state.config.adaptive_threshold, saved)
-        for group in state.groups:
-            part = next(part for part in saved["groups"] if part["window"] == group.window)
-            _restore_group(state.layer_groups, group, part, saved)
-    padding = Padding.from_state_dict(saved["padding"])
-    state.restore(saved["batch"], saved["tokens"], saved["length"], padding)
-    if saved["input_ids"].shape[1]:
-        state.history.commit(saved["input_ids"], saved["input_ids"].shape[1])
-
-
-def _open(groups: LayerGroups, adaptive_threshold: int, saved: Mapping[str, Any]) -> None:
-    """Have groups for layers of these shapes, stored in these formats."""
-    groups.clear()
-    tensors = next(iter(saved["groups"][0]["layers"].values()))
-    for tokens in (1, adaptive_threshold + 1):  # what `adaptive` chooses by
-        keys, values = (_like(tensors[side], saved["batch"], tokens) for side in ("keys", "values"))
-        groups.open_rows(
-            keys, values, keep_history=saved["record_past"], would_be_static=lambda device: False
+def _check_lengths(saved: SavedCache) -> None:
+    where, length, counts = "state_dict['tokens']", saved.length, list(saved.tokens.values())
+    longest = max(counts, default=0)
+    _expect(length == longest >= 0, "state_dict['length']", f"that of the longest layer, {longest}", length)
+    _expect(min(counts, default=0) >= 0, where, f"0…{length} for every layer", counts)
+    claimed = {index: layer for group in saved.groups for index, layer in group.layers.items()}
+    for index, count in saved.tokens.items():
+        layer = claimed.get(index)
+        is_empty = (
+            count
+            or layer is None
+            or not any(side.any() for side in (layer.keys, layer.values, layer.records))
         )
-        formats = groups.precision.formats
-        if all(name in _names_of(formats[index]) for index, name in saved["layer_dtypes"].items()):
-            return
-        groups.reset()
-    raise PagedCacheError(
-        f"state_dict does not fit this cache: layers are stored as {saved['layer_dtypes']} there and as "
-        f"{groups.layer_dtypes()} here"
+        _expect(bool(is_empty), f"{where}[{index}]", "not 0, as there are K and V", count)
+        _expect(layer is not None or not count, f"{where}[{index}]", "0, as there is no K and V", count)
+    has_rows = bool(claimed)
+    _expect(
+        (saved.batch > 0) is has_rows, "state_dict['batch']", "0 just where no layer has K and V", saved.batch
+    )
+    ids = saved.input_ids
+    _expect(
+        ids.dtype == torch.int64
+        and ids.dim() == 2
+        and ids.shape[0] == saved.batch
+        and ids.shape[1] <= length,
+        "state_dict['input_ids']",
+        f"int64 [{saved.batch}, at most {length}]",
+        ids,
     )
 
 
-def _names_of(form: KVFormat | None) -> set[str]:
-    """What a layer can be stored in that starts in a format: the guard may move its keys."""
-    return {"auto"} if form is None else {form.name, with_keys_in_int8(form).name}
-
-
-def _restore_group(
-    groups: LayerGroups, group: LayerGroup, part: Mapping[str, Any], saved: Mapping[str, Any]
-) -> None:
-    # With more history than its windows need, as after `activate_past_recording`, it wants more than they do.
-    groups.provide(group, len({n for table in part["tables"] for n in table if n != NULL_BLOCK}))
-    group.reset()
-    for layer_idx, tensors in part["layers"].items():
-        form, name = group.formats[layer_idx], saved["layer_dtypes"][layer_idx]
-        if form is not None and form.name != name:
-            group.formats[layer_idx] = with_keys_in_int8(form)
-        keys, values = (_like(tensors[side], saved["batch"], 1) for side in ("keys", "values"))
-        groups.claim(layer_idx, keys, values)
-    ids = group.manager.adopt(part["tables"], saved["length"], part["padding"])
-    if ids is None:
-        raise PoolExhausted(
-            f"state_dict holds {max(map(len, part['tables']))} blocks per row, and the pool has "
-            f"{group.manager.pool.num_free} free ones; make the cache with a larger `max_tokens`",
-            needed_blocks=len({n for table in part["tables"] for n in table}),
-            free_blocks=group.manager.pool.num_free,
-            block_size=group.block_size,
+def _check_padding(saved: SavedCache) -> None:
+    where, padding, batch = "state_dict['padding']", saved.padding, saved.batch
+    for name in ("tokens", "unstored", "runs"):
+        rows = getattr(padding, name)
+        _expect(len(rows) in (0, batch), f"{where}[{name!r}]", f"of {batch} rows or none", rows)
+    pairs = list(zip(padding.tokens, padding.unstored, strict=False))
+    _expect(
+        len(padding.tokens) == len(padding.unstored)
+        and all(0 <= unstored <= tokens <= saved.length for tokens, unstored in pairs),
+        f"{where}['unstored']",
+        "no more than 'tokens', and these no more than there are",
+        padding.unstored,
+    )
+    _expect(0 <= padding.end <= saved.length, f"{where}['end']", f"0…{saved.length}", padding.end)
+    for row, runs in enumerate(padding.runs):
+        edges = [edge for start, end, _ in runs for edge in (start, end)]
+        _expect(
+            all(start < end for start, end, _ in runs)
+            and edges == sorted(edges)
+            and all(0 <= edge <= padding.end for edge in edges),
+            f"{where}['runs'][{row}]",
+            f"runs of tokens in 0…{padding.end}, one after the other",
+            runs,
         )
-    group.manager.first_held = part["first_held"]
-    group.owners = {index: Owner.of_saved(fingerprint) for index, fingerprint in part["owners"].items()}
-    slots = group.adopt_dense(part["dense_columns"], [ids[n] for n in part["dense_ids"]])
-    group.set_guarded(set(part["layers"]) - set(part["unguarded"]))
-    for layer_idx, tensors in part["layers"].items():
-        blocks = group.blocks_of(layer_idx)
-        places = list(ids.values()) if blocks.records is None else slots
-        targets = [(blocks.keys, tensors["keys"], places), (blocks.values, tensors["values"], places)]
-        if blocks.records is not None:
-            targets.append((blocks.records, tensors["records"], list(ids.values())))
-        for target, contents, where in targets:
-            for place, content in zip(where, contents, strict=True):
-                target[place] = content.to(target.device)
-    group.sync_tables()
-    group.set_length(saved["length"])
 
 
-def _like(tensor: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """A tensor as layers of that shape bring it, without memory of its own."""
-    return tensor.new_empty(1).expand(batch, tensor.shape[1], tokens, tensor.shape[3])
+def _formats(state: CacheState, saved: SavedCache) -> tuple[int, dict[int, KVFormat | None]]:
+    """How layers are stored, and the tokens of a prompt for which that is chosen."""
+    found = {index: layer.format for group in saved.groups for index, layer in group.layers.items()}
+    for tokens in (1, state.config.adaptive_threshold + 1):  # what `adaptive` chooses by
+        formats = Precision.of(state.config, state.tokens, tokens).formats
+        stored = {i: _stored_format(formats[i], name) for i, name in found.items() if i in formats}
+        if None not in stored.values() and len(stored) == len(found):
+            return tokens, formats | {i: form for i, (form,) in stored.items()}  # type: ignore[misc]
+    raise PagedCacheError(
+        f"state_dict does not fit this cache: layers are stored as {found} there and as "
+        f"{state.layer_dtypes()} here"
+    )
 
 
-def _take_group(group: LayerGroup) -> dict[str, Any]:
-    ids = sorted({block_id for table in group.manager.tables for block_id in table.stored_ids()})
-    new_ids = {block_id: index for index, block_id in enumerate(ids)} | {NULL_BLOCK: NULL_BLOCK}
-    dense = group.dense
-    slots = {} if dense is None else dense.slots_by_id(group.manager)
-    layers = {}
-    for layer_idx in group.claimed:
-        blocks = group.blocks_of(layer_idx)
-        where = torch.tensor(ids, dtype=torch.long, device=blocks.keys.device)
-        places = torch.tensor(list(slots.values()), dtype=torch.long, device=blocks.keys.device)
-        if blocks.records is None:
-            tensors = {"keys": blocks.keys[where], "values": blocks.values[where]}
+def _stored_format(form: KVFormat | None, name: str) -> tuple[KVFormat | None] | None:
+    """The format of that name, of a layer that starts in one: the guard may move its keys. Or None."""
+    candidates = [form]
+    if form is not None and form.keys.bits <= 4:
+        candidates.append(with_keys_in_int8(form))
+    return next(((each,) for each in candidates if ("auto" if each is None else each.name) == name), None)
+
+
+def _check_group(
+    saved: SavedCache, group: SavedGroup, formats: Mapping[int, KVFormat | None], where: str
+) -> None:
+    size, count = saved.settings.block_size, group.num_blocks
+    _check_tables(saved, group, where)
+    _expect(
+        0 <= group.first_held <= (0 if group.window is None else saved.length),
+        f"{where}['first_held']",
+        "a token, and the first one without a window",
+        group.first_held,
+    )
+    columns = group.dense_columns
+    num_columns = len(group.tables[0])
+    _expect(
+        columns == sorted(set(columns))
+        and all(0 <= column < num_columns for column in columns)
+        and all(any(table[column] != NULL_BLOCK for table in group.tables) for column in columns)
+        and (not columns or any(formats.values())),
+        f"{where}['dense_columns']",
+        "columns with blocks in rising order, of quantised layers",
+        columns,
+    )
+    _expect(group.layers.keys() <= formats.keys(), f"{where}['layers']", f"of {[*formats]}", [*group.layers])
+    for index, layer in group.layers.items():
+        _check_layer(group, layer, formats[index], size, count, f"{where}['layers'][{index}]")
+    judged = [i for i in group.layers if (form := formats[i]) is not None and form.keys.bits <= 4]
+    _expect(
+        group.unguarded == [index for index in judged if index in set(group.unguarded)],
+        f"{where}['unguarded']",
+        f"some of {judged} in that order",
+        group.unguarded,
+    )
+
+
+def _check_tables(saved: SavedCache, group: SavedGroup, where: str) -> None:
+    size, length, tables, padding = (
+        saved.settings.block_size,
+        saved.length,
+        group.tables,
+        group.padding_blocks,
+    )
+    num_columns = -(-length // size)
+    for name, rows in (("tables", tables), ("padding_blocks", padding)):
+        _expect(len(rows) == saved.batch, f"{where}[{name!r}]", f"of {saved.batch} rows", rows)
+    for row, table in enumerate(tables):
+        _expect(len(table) == num_columns, f"{where}['tables'][{row}]", f"{num_columns} blocks", table)
+    columns: dict[int, int] = {}
+    first_needed = 0 if group.window is None else max(0, length - (group.window - 1))
+    fullest = tables[min(range(saved.batch), key=padding.__getitem__)]
+    unstored = saved.padding.unstored or [0] * saved.batch
+    for row, (table, blocks) in enumerate(zip(tables, padding, strict=True)):
+        _expect(
+            0 <= blocks <= min(num_columns, -(-unstored[row] // size)),
+            f"{where}['padding_blocks'][{row}]",
+            f"within the {unstored[row]} tokens of padding that are not stored",
+            blocks,
+        )
+        for column, number in enumerate(table):
+            is_outside = group.window is not None and (column + 1) * size <= first_needed
+            is_missing = column < blocks or (fullest[column] == NULL_BLOCK and is_outside)
+            is_known = columns.get(number) == column or number == len(columns)
+            _expect(
+                number == NULL_BLOCK if is_missing else is_known,
+                f"{where}['tables'][{row}][{column}]",
+                "a block of this column or the next new one; -1 for what is padding or outside of the window",
+                number,
+            )
+            if not is_missing:
+                columns[number] = column
+
+
+def _check_layer(
+    group: SavedGroup, layer: SavedLayer, form: KVFormat | None, size: int, count: int, where: str
+) -> None:
+    keys, values, records = layer.keys, layer.values, layer.records
+    num_dense = count if form is None else len(group.dense)
+    _expect(
+        keys.dim() == values.dim() == 4
+        and keys.shape[:3] == values.shape[:3]
+        and (keys.shape[0], keys.shape[2]) == (num_dense, size)
+        and min(keys.shape[1], keys.shape[3], values.shape[3]) > 0
+        and keys.dtype == values.dtype
+        and keys.dtype.is_floating_point
+        and keys.device == values.device,
+        f"{where}['values']",
+        f"as 'keys', floating point [{num_dense}, kv_heads, {size}, head_dim] ({tuple(keys.shape)} of "
+        f"{keys.dtype} on {keys.device})",
+        values,
+    )
+    nbytes = 0 if form is None else form.bind(size, keys.shape[3], values.shape[3]).nbytes
+    shape = (count - num_dense, keys.shape[1], nbytes)
+    _expect(
+        records.shape == shape and records.dtype == torch.uint8 and records.device == keys.device,
+        f"{where}['records']",
+        f"uint8 {shape} on {keys.device}, as {layer.format!r} has them (with the same group_size)",
+        records,
+    )
+
+
+# --- objects of the host ------------------------------------------------------------------------------------
+
+_SETTINGS = ("number_of_states", "sliding_window", "_sliding_window_tensor")
+"""Attributes of host objects that a forward never changes."""
+
+
+def _checked_parts(hosts: HostParts, saved: SavedCache) -> list[tuple[Any, Attributes]]:
+    found: list[tuple[Any, Attributes]] = []
+    rows = {saved.batch} if saved.batch else set()
+    for (index, (part, empty)), values in zip(hosts.empty_parts().items(), saved.hosts, strict=True):
+        where = f"state_dict['hosts'][{len(found)}]"
+        attributes = _checked_attributes(type(part), empty, values, where)
+        if architectures.is_linear(part):
+            rows |= _rows_of_states(attributes, where)
         else:
-            tensors = {
-                "records": blocks.records[where],
-                "keys": blocks.keys[places],
-                "values": blocks.values[places],
-            }
-        layers[layer_idx] = tensors
-    return {
-        "window": group.window,
-        "tables": [[new_ids[block_id] for block_id in table.ids] for table in group.manager.tables],
-        "padding": [table.num_padding for table in group.manager.tables],
-        "first_held": group.manager.first_held,
-        "owners": {index: owner.fingerprint for index, owner in group.owners.items()},
-        "dense_ids": [new_ids[block_id] for block_id in slots],
-        "dense_columns": [] if dense is None else list(dense.columns),
-        "unguarded": [index for index in group.claimed if group.is_unguarded(index)],
-        "layers": layers,
-    }
+            more, length = _rows_and_length(attributes, where)
+            rows |= more
+            expected = length if index in hosts.fixed else saved.tokens.get(index, length)
+            _expect(length == expected, where, f"of {expected} tokens", length)
+        found.append((part, attributes))
+    _expect(len(rows) <= 1, "state_dict['hosts']", f"of {saved.batch} rows", sorted(rows))
+    return found
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a safe loader knows, tensors copied."""
-    return {name: _copied(value) for name, value in values.items() if _is_plain(value)}
+def _checked_attributes(kind: type, empty: Attributes, values: Attributes, where: str) -> Attributes:
+    """The attributes of an object, those of an empty one (which it goes by) overwritten by saved ones."""
+    expected = _plain_attributes(empty)
+    missing = expected.keys() - values.keys()
+    _expect(not missing, where, f"a dict with {', '.join(sorted(missing))}", values)
+    for name, value in values.items():
+        at = f"{where}[{name!r}]" if type(name) is str else where
+        if name in expected:
+            _expect(
+                _is_like(expected[name], value), at, f"as an empty {kind.__name__} has it, or filled", value
+            )
+            is_same = name not in _SETTINGS or _is_equal(expected[name], value)
+            _expect(is_same, at, "that of the model", value)
+        else:  # what the host notes when the first K and V come
+            is_free = type(name) is str and not hasattr(kind, name)
+            is_note = value is None or type(value) in (torch.dtype, torch.device) or is_whole(value)
+            _expect(is_free and is_note, at, f"an attribute of a {kind.__name__}", value)
+    attributes = empty | values
+    devices = {tensor.device for name, tensor in _tensors(values) if name not in _SETTINGS}
+    _expect(len(devices) <= 1, where, "on one device", sorted(map(str, devices)))
+    for name in [name for name, value in values.items() if devices and type(value) is torch.device]:
+        attributes[name] = next(iter(devices))  # tensors may have been moved when they were read
+    return attributes
+
+
+def _is_like(empty: Any, value: Any) -> bool:
+    """Whether an attribute can have become this value from what it was when nothing was held."""
+    if isinstance(empty, dict):
+        is_dict = type(value) is dict and value.keys() == empty.keys()
+        return is_dict and all(_is_like(item, value[key]) for key, item in empty.items())
+    if isinstance(empty, torch.Tensor):
+        return is_whole(value) and value.shape == empty.shape and value.dtype == empty.dtype
+    if empty is None:
+        return (
+            value is None or type(value) in (torch.dtype, torch.device) or is_whole(value) or _is_count(value)
+        )
+    return _is_count(value) if type(empty) is int else type(value) is type(empty)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_equal(mine: Any, theirs: Any) -> bool:
+    return torch.equal(mine, theirs.to(mine.device)) if isinstance(mine, torch.Tensor) else mine == theirs
+
+
+def _rows_of_states(attributes: Attributes, where: str) -> set[int]:
+    """Rows of a linear layer's states, if it has any."""
+    rows = set()
+    for kind in ("conv", "recurrent"):
+        name = f"{kind}_states"
+        for key, states in attributes[name].items():
+            is_filled = isinstance(states, torch.Tensor) and states.dim() > 1
+            _expect(
+                attributes[f"is_{name}_initialized"][key] is is_filled and (is_filled or states is None),
+                f"{where}[{name!r}][{key!r}]",
+                "there if it is initialised",
+                states,
+            )
+            if is_filled:
+                rows.add(states.shape[0])
+    for key, states in attributes["conv_states"].items():
+        width, dtype = attributes["conv_kernel_size"][key], attributes["dtype"]
+        is_filled = states is not None
+        _expect(
+            (not is_filled and width is None)
+            or (
+                is_filled
+                and type(width) is int
+                and (states.shape[-1] == width or attributes["record_past"])
+                and states.dtype == dtype
+                and type(attributes["device"]) is torch.device
+            ),
+            f"{where}['conv_states'][{key!r}]",
+            f"{dtype} and as wide as the convolution, {width}",
+            states,
+        )
+        has_previous = attributes["has_previous_state"][key]
+        _expect(is_filled or not has_previous, f"{where}['has_previous_state']", "False", has_previous)
+    return rows
+
+
+def _rows_and_length(attributes: Attributes, where: str) -> tuple[set[int], int]:
+    """Rows and tokens of an object that keeps K and V, or the keys of an indexer."""
+    rows, length = set(), 0
+    for name, flag, ndim in (("keys", "is_initialized", 4), ("indexer_keys", "is_indexer_initialized", 3)):
+        if name not in attributes:
+            continue
+        states, others = attributes[name], attributes["values"] if ndim == 4 else attributes[name]
+        is_there = isinstance(states, torch.Tensor) and isinstance(others, torch.Tensor)
+        is_filled = is_there and states.dim() == others.dim() == ndim
+        _expect(
+            attributes[flag] is is_there
+            and (is_there or (states is None and others is None))
+            and (not is_filled or states.shape[:-1] == others.shape[:-1])
+            and (not is_there or is_filled or states.numel() == others.numel() == 0)
+            and (not is_there or states.dtype == others.dtype),
+            f"{where}[{name!r}]",
+            f"there if it is initialised, of {ndim} dims",
+            states,
+        )
+        if is_filled:
+            rows.add(states.shape[0])
+            length = max(length, states.shape[-2])
+    seen = attributes.get("cumulative_length", length)
+    _expect(length <= seen, f"{where}['cumulative_length']", f"at least {length}", seen)
+    positions = attributes.get("indexer_position_ids")
+    if positions is not None:
+        is_right = isinstance(positions, torch.Tensor) and positions.dim() == 3
+        _expect(is_right, f"{where}['indexer_position_ids']", "[dims, batch, tokens]", positions)
+        rows.add(positions.shape[1])
+    return rows, seen
+
+
+def _plain_attributes(values: Mapping[str, Any]) -> Attributes:
+    """Those that a safe loader knows."""
+    return {name: value for name, value in values.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(item) for item in value.values())
-    kinds = (torch.Tensor, torch.dtype, torch.device, int, float, bool, str, type(None))
-    return isinstance(value, kinds)
+    return isinstance(value, torch.Tensor | torch.dtype | torch.device | int | float | str | None)
+
+
+def _tensors(values: Attributes) -> Iterable[tuple[str, torch.Tensor]]:
+    for name, value in values.items():
+        for item in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(item, torch.Tensor):
+                yield name, item
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _copied(item) for name, item in value.items()}
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)

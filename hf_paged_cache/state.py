@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -31,7 +31,9 @@ from .groups import LayerGroups
 from .history import TokenHistory
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
+from .ownership import Owner, check_prompt, owner_after
 from .padding import NO_PADDING, Forward, NotedMask, Padding
+from .saved import SavedCache
 from .spec import LayerSpec
 from .step import Step
 from .store import Restore, Saved
@@ -82,6 +84,7 @@ class CacheState:
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
         padding: What is remembered of tokens that masks hide.
+        owner: Whose weights computed what is stored; None if that is not known.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
     """
 
@@ -106,13 +109,13 @@ class CacheState:
         self.has_open_step = False
         self.padding = NO_PADDING
         self.equal_rows = 0
+        self.owner: Owner | None = None
         self._noted: NotedMask | None = None
         self._groups = LayerGroups(config, specs, max_positions)
         self._last_written: int | None = None
         self._step: Step | None = None  # that is in progress, or was when somebody last looked
         self._twins = Twins()
-        self._rows_before: int | None = None  # rows before the step spread them over more
-        self._spreader: Place | None = None  # the forward that did
+        self._spread: tuple[int, Place] | None = None  # rows before a forward spread them over more, and that
         self._root: Place | None = None  # the call of the host that the last step was part of
         self._usage = Usage()
 
@@ -165,15 +168,15 @@ class CacheState:
         self.check_lost()
         if new_tokens == 0:
             raise CacheMismatchError(_NO_NEW_TOKENS.format(layer=layer_idx, held=start))
-        self._check_in_step(layer_idx, start)
+        self._check_in_step(layer_idx, start, new_tokens)
         self.check_chunk(new_tokens, is_warm=start > 0)
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
         if is_read_only and call is not None:
             self.check_reading(call, is_warm=start > 0)
-        if call is not None and call.root != self._root:
+        if call is not None and self._is_new(call):
             if start and call.is_generating and self.is_encoder_decoder and not self._is_cross:
                 self.history.check_restart(call.input_ids)
-            self._root = call.root
+            self._enter(call, start)
         try:
             self.change(partial(self._begin, start, key_states, value_states, call, is_read_only))
         except BaseException:
@@ -199,6 +202,33 @@ class CacheState:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
         self._groups.set_writing(True)
+
+    def check_reader(self, layer_idx: int) -> None:
+        """Look whose weights read, where no update comes before: cross-attention reads what it once wrote.
+
+        Raises:
+            CacheMismatchError: Other weights computed it.
+        """
+        if self._is_cross and layer_idx == next(iter(self.tokens)) and not torch.compiler.is_compiling():
+            call = calls.current()
+            if self._is_new(call):
+                self._enter(call, self.step_end)
+
+    def check_prompt_of(self, model: torch.nn.Module | None) -> None:
+        """Raise CacheMismatchError if a model is about to go on with what other weights computed."""
+        check_prompt(self.owner, model, self.step_end)
+
+    def _is_new(self, call: ModelCall) -> bool:
+        """Whether another call of the host has come than the last one; models of others do not tell."""
+        return call.root.frame is None or call.root != self._root
+
+    def _enter(self, call: ModelCall, tokens: int) -> None:
+        try:
+            self.owner = owner_after(self.owner, call, tokens)
+        except CacheMismatchError:
+            self.take_back_outside()
+            raise
+        self._root = call.root
 
     @staticmethod
     def check_reading(call: ModelCall, *, is_warm: bool) -> None:
@@ -258,7 +288,7 @@ class CacheState:
     @property
     def is_settled(self) -> bool:
         """Whether there is nothing that `settle` would have to look at."""
-        return self._step is None and self._spreader is None and not self._groups.store.is_torn
+        return self._step is None and self._spread is None and not self._groups.store.is_torn
 
     def settle(self) -> None:
         """See to what an interrupted change and an ended forward have left.
@@ -272,7 +302,7 @@ class CacheState:
         self._groups.store.recover()
         step = self._step
         if step is None:
-            if self._spreader is not None and not self._spreader.is_running():
+            if self._spread is not None and not self._spread[1].is_running():
                 self.give_back_rows()
             return
         if not step.is_over or self._is_cross:
@@ -483,13 +513,8 @@ class CacheState:
 
     def spread_rows(self, rows: int, parts: Parts) -> None:
         """Give the one row of the cache to so many, for the step that begins."""
-        before, self._rows_before, self._spreader = self.batch, self.batch, calls.current().forward
-        try:
-            self.reorder([0] * rows, parts)
-        except BaseException:
-            self._rows_before = self._spreader = None
-            raise
-        self._rows_before = before
+        self._spread = self.batch, calls.current().forward
+        self.reorder([0] * rows, parts)
 
     def give_back_rows(self, parts: Parts | None = None) -> None:
         """Undo `spread_rows`, if the step that wanted it has failed.
@@ -497,10 +522,12 @@ class CacheState:
         Args:
             parts: What is beside the blocks, where it was not put back otherwise.
         """
-        before = self._rows_before
-        if before is not None and (self.batch > before or parts is not None):
-            self.reorder(list(range(max(1, before))), parts)
-        self._rows_before = self._spreader = None
+        if self._spread is None:
+            return
+        before, _ = self._spread
+        if self.batch > before or (parts is not None and not before):
+            self.reorder([0], parts)
+        self._spread = None
 
     def reset(self, parts: Parts) -> None:
         """Forget all rows and give their blocks back; pools stay."""
@@ -518,6 +545,7 @@ class CacheState:
         self.tokens = dict.fromkeys(self.tokens, 0)
         self.batch = self.step_start = self.step_end = 0
         self.is_lost = False
+        self.owner = None
         self._last_written = None
         self.padding, self._noted = NO_PADDING, None
         self._close_step()
@@ -553,14 +581,26 @@ class CacheState:
 
     def forget_user(self) -> None:
         """Belong to no thread and no forward, as a copy does."""
-        self._step = self._noted = self._root = self._spreader = None
+        self._step = self._noted = self._root = self._spread = None
         self._usage, self._twins = Usage(), Twins()
         self.equal_rows = 0
 
-    def restore(self, batch: int, tokens: dict[int, int], length: int, padding: Padding) -> None:
-        """Take over the lengths of contents that were put into the groups."""
-        self.batch, self.tokens, self.padding = batch, dict(tokens), padding
-        self.step_start = self.step_end = length
+    def with_contents(
+        self, groups: LayerGroups, saved: SavedCache, tokens: dict[int, int], padding: Padding
+    ) -> dict[str, Any]:
+        """The attributes of this state with saved contents, which these groups hold."""
+        twin = copy.copy(self)
+        twin._groups, twin.history, twin.undo = groups, TokenHistory(), Undo()
+        twin.batch, twin.tokens, twin.padding = saved.batch, tokens, padding
+        twin.step_start = twin.step_end = saved.length
+        twin.record_past, twin.is_lost = saved.record_past, False
+        twin.owner = saved.owner
+        twin._last_written = twin._noted = twin._root = None
+        twin._twins = Twins()
+        twin._close_step()
+        if saved.input_ids.shape[1]:
+            twin.history.commit(saved.input_ids, saved.input_ids.shape[1])
+        return dict(vars(twin))
 
     @property
     def layer_groups(self) -> LayerGroups:
@@ -600,17 +640,23 @@ class CacheState:
             if self.tokens[index] != count and (self.tokens[index] or place >= reached > 0)
         ]
 
-    def _check_in_step(self, layer_idx: int, start: int) -> None:
+    def _unlike(self, layer_idx: int, held: int) -> CacheMismatchError:
+        return CacheMismatchError(
+            f"layer {layer_idx} holds {held} tokens per row, and the cache {self.step_end}: a forward ended "
+            "before it came to that layer (layers that were left out, an early exit). "
+            f"`cache.crop({held - self.step_end})` takes back what the layer has missed, `cache.reset()` "
+            "starts anew"
+        )
+
+    def _check_in_step(self, layer_idx: int, start: int, new_tokens: int) -> None:
         """A new step may only begin when every layer has finished the last one."""
+        left_out = next((index for index, count in self.tokens.items() if 0 < count < start), None)
+        if left_out is not None and not self.is_open and self._groups.would_seal(new_tokens):
+            raise self._unlike(left_out, self.tokens[left_out])  # whose part of a block is not there
         if start != self.step_end:
-            held = self.step_end
-            if self.is_next_in_step(layer_idx):
+            if self.is_open:
                 self.abort_step()
-            raise CacheMismatchError(
-                f"layer {layer_idx} holds {start} tokens per row while the cache holds {held}: every layer "
-                "must be updated in every forward, with the same number of tokens. `cache.reset()` starts "
-                "anew"
-            )
+            raise self._unlike(layer_idx, start)
         behind = self._behind(start) if start and self.is_open else []
         if behind:
             first = behind[0]
@@ -672,9 +718,8 @@ class CacheState:
         self.has_open_step = False
         self._groups.set_writing(False)
         self._twins.begin(0)
-        if not has_failed:
-            self._rows_before = self._spreader = None
-        self._step = None
+        # At once: half of it would give rows back of a step that counts, or keep those of one that does not.
+        vars(self).update({"_step": None} if has_failed else {"_step": None, "_spread": None})
 
     def _crop_to(self, num_tokens: int) -> None:
         if not num_tokens:

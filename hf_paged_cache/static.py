@@ -8,7 +8,9 @@ rules.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +29,13 @@ _COPY_BYTES = 64 << 20
 """About as much is copied aside at one time when rows change places."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The attention module that has read a layer's K and V; a compiler takes a bare reference for it."""
+
+    module: weakref.ref[torch.nn.Module]
+
+
 class StaticGroup(LayerGroup):
     """A layer group whose rows have `row_blocks` blocks each, whatever they hold.
 
@@ -39,6 +48,7 @@ class StaticGroup(LayerGroup):
 
     Attributes:
         static_blocks: Layer index -> what a compiled step reads and writes.
+        readers: Layer index -> what has read it last.
         vetted: Layers where the kernel was seen to compute what the model's eager function does.
     """
 
@@ -55,6 +65,7 @@ class StaticGroup(LayerGroup):
     ) -> None:
         super().__init__(window, specs, section, block_size=block_size, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
+        self.readers: dict[int, Reader] = {}
         self.vetted: set[int] = set()
         reason = gpu.unavailable_reason()
         if reason is not None:
@@ -67,7 +78,7 @@ class StaticGroup(LayerGroup):
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, StaticGroup), "a copy has the class of its original"
         twin.static_blocks = {}
-        twin.vetted = set(self.vetted)
+        twin.readers, twin.vetted = dict(self.readers), set(self.vetted)
         twin._rebuild()
         return twin
 

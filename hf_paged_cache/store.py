@@ -22,6 +22,7 @@ from .blocks import BlockManager, BlockPool
 from .calls import Place
 from .errors import PagedCacheError
 from .kv_pool import PoolShape, Storage
+from .streams import Streams
 
 if TYPE_CHECKING:
     from .group import LayerGroup
@@ -55,14 +56,18 @@ class Section:
 
     Attributes:
         blocks: Who refers to which block.
+        grows: It began with less than it may need.
         storages: The tensors, one for each shape and format of layers.
-        version: Bumped when tensors were replaced by larger ones; caches then look where their layers lie.
+        version: Bumped when tensors were replaced by others; caches then look where their layers lie.
+        streams: Of a GPU, that its blocks are used on.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, grows: bool = False) -> None:
         self.blocks = BlockPool(num_blocks)
+        self.grows = grows
         self.storages: list[Storage] = []
         self.version = 0
+        self.streams = Streams()
         self._members: weakref.WeakSet[LayerGroup] = weakref.WeakSet()
         self._left: deque[BlockManager] = deque()
 
@@ -99,7 +104,7 @@ class Section:
     def save(self) -> Restore:
         """Remember who uses it and where everything lies."""
         members, storages = self.members, list(self.storages)
-        tensors = [(storage.keys, storage.values, storage.records) for storage in storages]
+        tensors = [storage.held for storage in storages]
         num_blocks, version = self.blocks.num_blocks, self.version
 
         def restore() -> None:
@@ -111,7 +116,7 @@ class Section:
             self._members = weakref.WeakSet(members)
             self.storages = list(storages)
             for storage, held in zip(storages, tensors, strict=True):
-                storage.keys, storage.values, storage.records = held
+                storage.held = held
             if self.version != version:
                 self.version += 1  # somebody may have found the larger tensors already
             self.rebuild(num_blocks)
@@ -137,7 +142,11 @@ class Section:
             if place is not None:
                 return storage, place
         storage = Storage(
-            shape, num_blocks=self.blocks.num_blocks, num_layers=max(1, room), block_size=block_size
+            shape,
+            num_blocks=self.blocks.num_blocks,
+            num_layers=max(1, room),
+            block_size=block_size,
+            grows=self.grows,
         )
         self.storages.append(storage)
         place = storage.claim(layer_idx)
@@ -152,11 +161,34 @@ class Section:
     def grow(self, num_blocks: int) -> None:
         """Enlarge every storage to `num_blocks`; ids and contents stay. All of them or none."""
         used = self.blocks.referenced()
-        larger = [storage.copy(num_blocks, used) for storage in self.storages]
+        self._order_streams()
+        larger = [storage.extended(num_blocks) or storage.copy(num_blocks, used) for storage in self.storages]
         self.blocks.grow(num_blocks - self.blocks.num_blocks)
         for storage, copied in zip(self.storages, larger, strict=True):
             storage.become(copied)
         self.version += 1
+
+    def _order_streams(self) -> None:
+        """Let what other streams have queued end before tensors are copied, and before they are freed."""
+        for storage in self.storages:
+            self.streams.enter(storage.shape.device, takes_blocks=True)
+            self.streams.retire(storage.tensors)
+
+    def shrink(self, num_blocks: int) -> dict[int, int]:
+        """Make every storage as small as `num_blocks`, which is enough for what is referenced.
+
+        Returns:
+            Old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
+        """
+        used = self.blocks.referenced()
+        self._order_streams()
+        moved = self.blocks.moves_to_shrink(num_blocks)
+        smaller = [storage.copy(num_blocks, used, moved) for storage in self.storages]
+        for storage, copied in zip(self.storages, smaller, strict=True):
+            storage.become(copied)
+        self.blocks.shrink(num_blocks, moved)
+        self.version += 1
+        return moved
 
 
 class Store:
@@ -252,10 +284,10 @@ class Store:
         for section in self._sections.values():
             section.collect()
 
-    def section(self, window: int | None, num_blocks: int) -> Section:
+    def section(self, window: int | None, num_blocks: int, *, grows: bool = False) -> Section:
         """The section of a window, made with so many blocks if there is none."""
         if window not in self._sections:
-            self._sections[window] = Section(num_blocks)
+            self._sections[window] = Section(num_blocks, grows=grows)
         return self._sections[window]
 
     def put(self, window: int | None, section: Section) -> None:

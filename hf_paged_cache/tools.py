@@ -94,25 +94,24 @@ class CacheTools:
         """The contents as tensors, numbers and strings, for `torch.save`.
 
         `torch.load(..., weights_only=True)` reads it back, and `load_state_dict` of a cache made for the same
-        model with the same settings takes it in, bit for bit.
+        model with the same settings takes it in, bit for bit. Nothing is in it but this cache's own tokens;
+        blocks that share a scale over many tokens keep it as it is after a crop into them.
         """
-        return snapshot.take(self._movable("state_dict"), self._hosts.parts)
+        return snapshot.take(self._movable("state_dict"), self._hosts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the contents by those that `state_dict` has returned.
 
+        They are put beside what is there, and then take its place: if anything is raised, an interrupt too,
+        the cache is as it was. Call `reset` before, where there is no memory for both.
+
         Raises:
-            PagedCacheError: They are of another model, of other settings, or damaged; nothing has changed.
-            PoolExhausted: They do not fit into the pool; the cache is empty then.
+            PagedCacheError: They are of another model, of other settings, or damaged.
+            PoolExhausted: They do not fit into the pool.
         """
         state = self._movable("load_state_dict")
-        snapshot.check(state, self._hosts.parts, state_dict)
-        self.reset()
-        try:
-            snapshot.restore(state, self._hosts.parts, state_dict)
-        except BaseException:
-            self.reset()  # some groups may hold their part already
-            raise
+        contents = snapshot.checked(state, self._hosts, state_dict)
+        snapshot.load(state, self._hosts, self.layers, contents)
 
     # --- the text in the cache ------------------------------------------------------------------------------
 

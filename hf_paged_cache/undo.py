@@ -33,6 +33,11 @@ class Undo:
         if id(part) not in self._saved:
             self._saved[id(part)] = part, _held(vars(part), clone)
 
+    def kept(self, part: Any) -> dict[str, Any]:
+        """The attributes that an object had when it was saved."""
+        _, held = self._saved[id(part)]
+        return {name: _unpacked(value) for name, value in held.items()}
+
     def restore(self) -> None:
         """Put every object back as it was when it was saved, and forget them."""
         self.put_back()

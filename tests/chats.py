@@ -49,6 +49,11 @@ def generate(model: Any, ids: torch.Tensor | None, cache: Any, new: int = 12, **
     return model.generate(**_options(ids, new, options), **given(cache))
 
 
+def answer_elsewhere(answer: Any, model: Any, cache: Any, ids: torch.Tensor) -> None:
+    """What a process that was spawned does: the tokens, and what the model attends with."""
+    answer.put((model.config._attn_implementation, generate(model, ids, cache).tolist()))
+
+
 def generate_or_refuse(model: Any, ids: torch.Tensor, cache: PagedCache, **options: Any) -> Any:
     """The same; None if the cache refuses, and is as it was.
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
 import hf_paged_cache
 from hf_paged_cache import PagedCache
-from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.errors import PagedCacheError, PoolExhausted
 from tests.models import cache_kwarg
 from tests.quantised import cache_of, feed, ids
 
@@ -56,6 +57,31 @@ def interrupting(at: int | None) -> Iterator[list[int]]:
         yield lines
     finally:
         sys.settrace(before)
+
+
+@contextlib.contextmanager
+def short_of_memory(at: int | None) -> Iterator[list[int]]:
+    """Let the package's allocation number `at` fail, counted from here; None only counts.
+
+    Yields:
+        One number: the tensors that it made.
+    """
+    made = [0]
+
+    def failing(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def allocated(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
+                made[0] += 1
+                if made[0] - 1 == at:
+                    raise MemoryError("no room for a tensor")
+            return allocate(*args, **kwargs)
+
+        return allocated
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "full", "zeros", "ones", "cat", "tensor"):
+            patch.setattr(torch, name, failing(getattr(torch, name)))
+        yield made
 
 
 @dataclass(frozen=True)
@@ -146,15 +172,20 @@ class Scene:
         """Rows, tokens and the logits of what comes next, of every cache in it. Changes none of them."""
         return [_shown(self.model, cache) for cache in (self.cache, self.other)]
 
-    def run(self, at: int | None = None, do: Callable[[Any, PagedCache], Any] | None = None) -> int:
-        """Do it, or something else, interrupted or not. Returns how many lines were run."""
+    def run(
+        self,
+        at: int | None = None,
+        stopping: Callable[[int | None], contextlib.AbstractContextManager[list[int]]] = interrupting,
+        do: Callable[[Any, PagedCache], Any] | None = None,
+    ) -> int:
+        """Do it, or something else, stopped somewhere or not. Returns how many places there are for that."""
         made = None
-        # A finalizer swallows whatever arrives while it runs.
-        with interrupting(at) as lines, contextlib.suppress(Interrupted):
+        # A finalizer swallows whatever arrives while it runs, so not every stop shows.
+        with stopping(at) as places, contextlib.suppress(Interrupted, MemoryError, PoolExhausted):
             made = (do or self.act.run)(self.model, self.cache)
         if made is not None:
             _shown(self.model, made)
-        return lines[0]
+        return places[0]
 
     def check(self, allowed: list[list[tuple[int, int, torch.Tensor]]]) -> str:
         """What has become of it: the number of the outcome in `allowed`, or what is wrong."""

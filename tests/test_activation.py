@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import (
     FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -24,6 +26,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_paged_cache import PagedCache, PagedCacheError, disable, enable, paged_attention
 from hf_paged_cache.attention import NAME_PREFIX
@@ -185,6 +188,40 @@ def test_a_copy_of_a_patched_config_builds_a_working_model(model: PreTrainedMode
     assert torch.equal(greedy(twin), greedy(model))
     disable(twin)
     assert not twin.config._attn_implementation.startswith(NAME_PREFIX)
+
+
+def test_a_pickled_model_names_the_attention_it_had_and_a_copied_one_keeps_ours() -> None:
+    """So it can be loaded where this package is not, or is not imported."""
+    model = llama()
+    before = pickle.dumps(model.config)
+    enable(model)
+    assert pickle.dumps(model.config) == before
+    contents = pickle.dumps(model)
+    assert b"hf_paged_cache" not in contents
+    again = pickle.loads(contents)
+    assert again.config._attn_implementation == "sdpa"
+    assert torch.equal(greedy(again, past_key_values=PagedCache(again)), greedy(model))
+    for copied in (copy.copy(model.config), copy.deepcopy(model.config)):
+        assert copied._attn_implementation == model.config._attn_implementation == NAME_PREFIX + "sdpa"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_hosts_continuous_batching_takes_a_model_that_a_cache_was_made_for(implementation: str) -> None:
+    """Where the host itself refuses to run it, as without psutil on a CPU, it refuses as before."""
+    found = []
+    for is_paged in (False, True):
+        model = llama(attn_implementation=implementation)
+        if is_paged:
+            cache = PagedCache(model, block_size=16)
+        told = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        room = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64, use_async_batching=False)
+        results = model.generate_batch(
+            [[5, 6, 7, 8], [9, 10]], told, continuous_batching_config=room, warmup=False
+        )
+        found.append([tokens for result in results.values() if (tokens := result.generated_tokens)])
+        assert model.config._attn_implementation == implementation
+    assert found[0] == found[1]
+    assert torch.equal(greedy(model, past_key_values=cache), greedy(model))
 
 
 def test_models_with_attention_code_of_their_own_are_left_alone_and_still_served() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import (
     DynamicCache,
     Lfm2Config,
@@ -26,7 +27,9 @@ from hf_paged_cache import (
     PoolExhausted,
     StaleViewError,
     UnsupportedLayerError,
+    memory,
 )
+from tests.models import cache_kwarg
 
 CONFIG = LlamaConfig(
     vocab_size=97,
@@ -76,11 +79,98 @@ def filled(tokens: int = 5, **kwargs: Any) -> PagedCache:
         ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be a share above 0 and up to 1, got 0"),
         ({"gpu_memory_utilization": 1.1}, r"gpu_memory_utilization .* got 1\.1"),
         ({"gpu_memory_utilization": "0.5"}, r"gpu_memory_utilization .* got '0\.5'"),
+        ({"max_cache_len": 0}, r"max_cache_len must be a positive number of tokens, got 0"),
+        ({"max_cache_len": 64, "max_tokens": 64}, r"max_tokens=64 is .* over all rows and max_cache_len=64"),
+        ({"config": CONFIG}, r"config and config_or_model name the same thing"),
+        (
+            {"blocksize": 16},
+            r"no argument 'blocksize' \(did you mean block_size or group_size\?\); it takes .*max_tokens",
+        ),
+        ({"layer_dtypes": {0: "fp8_e5m2"}}, r"layer_dtypes must be .* int8, fp8, .*got \{0: 'fp8_e5m2'\}"),
     ],
 )
 def test_settings_out_of_range_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PagedCache(CONFIG, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"max_tokens": 10**12}, r"max_tokens=10+ wants pools of .* GiB in all, room for \d+ tokens"),
+        ({"max_cache_len": 10**12}, r"max_cache_len=10+ for 2 rows wants pools"),
+    ],
+)
+@pytest.mark.parametrize("form", ["auto", "int4"])
+def test_a_capacity_that_the_machine_can_never_hold_is_refused(
+    form: Any, setting: dict[str, int], message: str
+) -> None:
+    with pytest.raises(PagedCacheError, match=message):
+        filled(kv_cache_dtype=form, **setting)
+
+
+@pytest.mark.parametrize("form", ["auto", "int8"])
+def test_a_pool_that_the_system_has_no_memory_for_is_exhausted(
+    form: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*shape: int, **options: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    cache = PagedCache(CONFIG, max_tokens=64, kv_cache_dtype=form)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.torch, "empty", refuse)
+        with pytest.raises(PoolExhausted, match=r"for \d blocks of 64 tokens .* a smaller `max_tokens`"):
+            cache.update(kv(), kv(), 0)
+    for layer in range(3):
+        cache.update(kv(), kv(), layer)
+    assert cache.get_seq_length() == 5
+
+
+def test_exhaustion_reads_as_running_out_of_memory_and_travels_between_processes() -> None:
+    error = PoolExhausted("3 blocks are needed", needed_blocks=3, free_blocks=1, block_size=16)
+    assert error.args == ("The KV cache is out of memory. 3 blocks are needed",)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), again.args, vars(again)) == (PoolExhausted, error.args, vars(error))
+
+
+def _on_meta(model: Any, run: Any) -> Any:
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(CONFIG)
+    return run(empty, torch.zeros(1, 4, dtype=torch.long, device="meta"))
+
+
+def _faked(model: Any, run: Any) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return run(model, torch.zeros(1, 4, dtype=torch.long))
+
+
+def _mapped(model: Any, run: Any) -> Any:
+    return torch.func.vmap(lambda ids: run(model, ids).logits)(torch.ones(3, 1, 4, dtype=torch.long))
+
+
+def _derived(model: Any, run: Any) -> Any:
+    def loss(parameters: Any) -> torch.Tensor:
+        ids = torch.ones(1, 4, dtype=torch.long)
+        call = lambda *given: torch.func.functional_call(model, parameters, *given)  # noqa: E731
+        total: torch.Tensor = run(call, ids).logits.sum()
+        return total
+
+    return torch.func.grad(loss)({name: value.detach() for name, value in model.named_parameters()})
+
+
+@pytest.mark.parametrize("within", [_on_meta, _faked, _mapped, _derived])
+def test_a_forward_without_data_is_refused_and_the_cache_stays(model: PreTrainedModel, within: Any) -> None:
+    cache = PagedCache(model, block_size=16)
+
+    def run(call: Any, ids: torch.Tensor) -> Any:
+        options = {cache_kwarg(): cache}
+        return call(ids, **options) if isinstance(call, torch.nn.Module) else call((ids,), options)
+
+    with pytest.raises(CacheMismatchError, match=r"layer 0: K and V have no data"):
+        within(model, run)
+    with torch.no_grad():
+        run(model, torch.ones(1, 4, dtype=torch.long))
+    assert cache.get_seq_length() == 4
 
 
 @pytest.mark.parametrize("wrong", [None, "gpt2", {"hidden_size": 64}, torch.nn.Linear(2, 2)])
@@ -169,19 +259,11 @@ def test_a_cache_filled_by_other_weights_is_refused(model: PreTrainedModel) -> N
     for filler, reader in ((model, other), (other, model)):
         cache = PagedCache(filler, block_size=16)
         filler(ids, past_key_values=cache)
-        with pytest.raises(CacheMismatchError, match=r"layer 0: the 9 cached tokens .* another model"):
+        with pytest.raises(CacheMismatchError, match=r"the 9 cached tokens .* another model"):
             reader(ids[:, :1], past_key_values=cache)
         assert [cache.get_seq_length(layer) for layer in range(3)] == [9, 9, 9]
         cache.check_integrity()
         filler(ids[:, :1], past_key_values=cache)
-
-
-def test_a_copy_of_the_model_may_go_on_with_the_cache(model: PreTrainedModel) -> None:
-    ids = torch.arange(1, 10)[None]
-    cache = PagedCache(model, block_size=16)
-    model(ids, past_key_values=cache)
-    twin = copy.deepcopy(model)
-    assert twin(ids[:, :1], past_key_values=cache).logits.shape == (1, 1, 97)
 
 
 def test_a_layer_that_lags_behind_is_refused() -> None:

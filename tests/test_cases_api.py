@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +16,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree
 from transformers import DynamicCache
 
-from hf_paged_cache import PagedCache, PagedCacheError, disable
+from hf_paged_cache import PagedCache, PagedCacheError, PoolExhausted, disable, plan_memory
 from hf_paged_cache.formats import FORMATS
 from tests.chats import (
     AT_EDGES,
     BLOCK,
     FAMILIES,
+    answer_elsewhere,
     assert_sound,
     fill,
     generate,
@@ -259,3 +262,46 @@ def test_a_cache_in_bits_is_made_from_a_stock_one_within_the_error_of_its_format
         assert (mine.keys - theirs.keys).norm() <= 0.15 * theirs.keys.norm()
     with pytest.raises(PagedCacheError, match="belongs to another model"):
         PagedCache.from_cache(stock, shared_model("mistral"))
+
+
+def test_a_cache_takes_the_config_by_the_name_that_stock_caches_have_for_it() -> None:
+    model, ids = shared_model("llama"), prompt(1, BLOCK)
+    want = fill(model, PagedCache(model.config, block_size=BLOCK), ids)
+    assert torch.equal(fill(model, PagedCache(config=model.config, block_size=BLOCK), ids), want)
+    with pytest.raises(PagedCacheError, match=r"config_or_model must be .* got NoneType"):
+        PagedCache()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_max_cache_len_is_room_for_every_row(rows: int) -> None:
+    """As in `StaticCache`; `max_tokens` is over all rows."""
+    cache = paged(max_cache_len=2 * BLOCK)
+    fill(shared_model("llama"), cache, prompt(rows, 2 * BLOCK))
+    assert cache.stats().num_blocks == cache.stats().used_blocks == 2 * rows
+    with pytest.raises(PoolExhausted, match="out of memory"):
+        fill(shared_model("llama"), cache, prompt(rows, 1))
+    again = pickle.loads(pickle.dumps(cache))
+    assert again.get_seq_length() == 2 * BLOCK
+
+
+def test_the_name_of_vllm_for_fp8_is_understood() -> None:
+    model, ids = shared_model("llama"), prompt(1, BLOCK + 3)
+    want = fill(model, paged(kv_cache_dtype="fp8"), ids)
+    for settings in ({"kv_cache_dtype": "fp8_e4m3"}, {"layer_dtypes": dict.fromkeys(range(3), "fp8_e4m3")}):
+        cache = paged(**settings)
+        assert torch.equal(fill(model, cache, ids), want)
+        assert set(cache.stats().layer_dtypes.values()) == {"fp8"}
+    assert plan_memory(model, context=64, kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
+    assert plan_memory(model, context=64, dtype="bf16").dtype == "bfloat16"
+
+
+def test_a_filled_cache_and_its_model_go_on_in_a_process_that_is_spawned() -> None:
+    model, cache, ids = shared_model("llama"), paged(kv_cache_dtype="int4"), prompt(1, 2 * BLOCK + 4)
+    fill(model, cache, ids[:, :-2])
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    child = context.Process(target=answer_elsewhere, args=(answer, model, cache, ids))
+    child.start()
+    implementation, tokens = answer.get(timeout=120)
+    child.join()
+    assert (implementation, tokens) == ("hf_paged_cache_sdpa", generate(model, ids, cache).tolist())

@@ -68,6 +68,38 @@ def test_nothing_of_the_cropped_tokens_is_left_in_bytes_scales_or_dense_blocks(
     assert_sound(cache, kept + 2 * BLOCK + 1)
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_a_crop_back_into_a_block_moves_is_bounded_and_a_fork_moves_nothing(form: str) -> None:
+    """A question, its crop, another question: tokens before both were rounded beside the first one's."""
+    kept = BLOCK + 6
+    before, first, second = (states(tokens, seed=seed) for tokens, seed in ((kept, 0), (40, 1), (40, 2)))
+    cache, fresh = (paged(kv_cache_dtype=form, key_error_guard="off") for _ in range(2))
+    for one in (cache, fresh):
+        update_all(one, *before)
+    update_all(fresh, *second)
+    asked = cache.fork()
+    update_all(asked, *first)
+    asked.crop(-40)
+    rounded_once = [getattr(asked.layers[0], side) + 0 for side in ("keys", "values")]
+    for one in (asked, cache):
+        update_all(one, *second)
+
+    codecs = asked._state.groups[0].formats[0]
+    block, tail = slice(BLOCK, 2 * BLOCK), slice(BLOCK, kept)
+    for index, side in enumerate(("keys", "values")):
+        codec = getattr(codecs, side)
+        assert torch.equal(getattr(cache.layers[0], side) + 0, getattr(fresh.layers[0], side) + 0)
+        bound = sum(
+            codec.error_bound(side_block).expand_as(side_block)
+            for side_block in (
+                torch.cat((before[index], first[index]), 2)[:, :, block],
+                torch.cat((rounded_once[index], second[index]), 2)[:, :, block],
+            )
+        )
+        error = (getattr(asked.layers[0], side)[:, :, tail] - before[index][:, :, tail]).abs()
+        assert (error <= bound[:, :, : kept - BLOCK] + 1e-5).all(), side
+
+
 @pytest.mark.parametrize("tokens", AT_EDGES)
 def test_freed_blocks_go_back_to_the_pool(tokens: int) -> None:
     """Case 30. Blocks of a cropped row serve the next one."""

@@ -221,11 +221,11 @@ def test_a_slower_backend_that_was_asked_for_is_healthy(unloaded: pytest.MonkeyP
     assert report.backends["torch"] == "will run"
 
 
-def test_doctor_reports_a_folder_that_cannot_be_written(unloaded: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_a_folder_that_cannot_be_used(unloaded: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     unloaded.setenv("HF_PAGED_CACHE_BACKEND", "torch")  # nothing is compiled for this
     unloaded.setenv("CXX", "/bin/false")
     unloaded.setenv("HF_PAGED_CACHE_DIR", str(tmp_path / "file" / "below"))
     report = examine("cpu")
     assert not report.is_healthy
-    assert [problem for problem in report.problems if "cannot be written (Not a directory)" in problem]
+    assert [problem for problem in report.problems if "cannot be used (Not a directory)" in problem]

@@ -102,4 +102,4 @@ def test_the_table_of_formats_has_them_all() -> None:
 def test_variables_that_are_named_are_read_somewhere() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_paged_cache").rglob("*.py"))
     named = set(re.findall(r"HF_PAGED_CACHE_\w+", TEXT))
-    assert named == set(re.findall(r"HF_PAGED_CACHE_(?:BACKEND|CPU_ISA|DIR)", sources))
+    assert named == set(re.findall(r"HF_PAGED_CACHE_(?:BACKEND|CPU_ISA|CXXFLAGS|DIR)", sources))

@@ -212,7 +212,7 @@ def test_a_layer_that_the_guard_has_moved_comes_back_moved(monkeypatch: pytest.M
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "not a dict": (lambda saved: 7, "must be what `cache.state_dict"),
-    "other version": (lambda saved: saved | {"version": 99}, "version is 99 there and 1 here"),
+    "other version": (lambda saved: saved | {"version": 99}, "version is 99 there and 2 here"),
     "other blocks": (
         lambda saved: saved | {"settings": saved["settings"] | {"block_size": 64}},
         "block_size is 64 there and 16 here",

@@ -17,11 +17,14 @@ from transformers import (
     Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache
 
 from hf_paged_cache import PagedCache, disable
+from tests.models import cache_kwarg
 
 SIZES = {
     "vocab_size": 97,
@@ -155,6 +158,74 @@ def test_default_capacity_is_cut_to_the_share_of_free_memory(monkeypatch: pytest
         cache.update(keys, keys, layer)
     assert cache.stats().num_blocks == 5
     assert cache.memory_footprint().pool_bytes == 5 * per_block
+
+
+@pytest.fixture
+def taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory costs when it is allocated, as on a GPU."""
+    monkeypatch.setattr("hf_paged_cache.capacity._is_taken_at_once", lambda device: True)
+
+
+@pytest.mark.usefixtures("taken_at_once")
+def test_where_memory_is_taken_at_once_a_pool_has_what_generate_says_it_will_use() -> None:
+    model = llama()
+    cache = PagedCache(model, block_size=16)
+
+    def generate(cache: PagedCache, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        given = {cache_kwarg(): cache, "attention_mask": torch.ones_like(ids), "do_sample": False}
+        out: torch.Tensor = model.generate(ids, **given, eos_token_id=None, **options)
+        return out
+
+    ids = torch.full((2, 40), 5)
+    for new, tokens in ((30, 70), (5, 75), (400, 475)):  # the last is a later, longer turn
+        ids = generate(cache, ids, max_new_tokens=new)
+        assert cache.stats().num_blocks == 2 * -(-tokens // 16)
+    beams = PagedCache(model, block_size=16)
+    generate(beams, ids[:, :40], max_length=100, num_beams=3)
+    assert beams.stats().num_blocks == 6 * -(-100 // 16)
+
+
+@pytest.mark.usefixtures("taken_at_once")
+def test_where_memory_is_taken_at_once_a_plain_forward_gets_its_prompt_and_a_reserve() -> None:
+    cache = PagedCache(LlamaConfig(**SIZES), block_size=64)
+    keys = torch.zeros(3, 2, 100, 16)
+    for layer in range(3):
+        cache.update(keys, keys, layer)
+    assert cache.stats().num_blocks == 3 * -(-(100 + 256) // 64)
+    for layer in range(3):
+        cache.update(torch.zeros(3, 2, 800, 16), torch.zeros(3, 2, 800, 16), layer)
+    assert cache.stats().num_blocks <= 3 * 1024 // 64
+    cache.reset()
+    explicit = PagedCache(LlamaConfig(**SIZES), block_size=64, max_tokens=640)
+    explicit.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
+    assert explicit.stats().num_blocks == 10
+
+
+@pytest.mark.parametrize(("window", "block_size"), [(128, 16), (256, 32), (200, 16)])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int4"])
+def test_a_window_is_held_once_at_decode(window: int, block_size: int, kv_cache_dtype: str) -> None:
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 2, "sliding_window": window}
+    model = MistralForCausalLM(MistralConfig(**sizes)).eval()
+    settings = {"kv_cache_dtype": kv_cache_dtype, "block_size": block_size, "key_error_guard": "off"}
+    cache, stock = PagedCache(model, **settings), DynamicCache(config=model.config)
+
+    def step(tokens: int) -> tuple[int, int]:
+        ids = torch.randint(3, 90, (2, tokens))
+        with torch.no_grad():
+            got, want = (model(ids, past_key_values=c, use_cache=True).logits for c in (cache, stock))
+        if kv_cache_dtype == "auto":
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+        cache.check_integrity()
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
+        return cache.memory_footprint().pool_bytes, held
+
+    first, held = step(window + 50)
+    assert kv_cache_dtype != "auto" or first <= 1.15 * held
+    step(1)
+    during, _ = step(window // 2)  # the old window is read while the new one is written
+    assert during > first
+    assert step(1)[0] == first
 
 
 RSS_PROGRAM = """

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
 from hf_paged_cache import PagedCache, calls
-from hf_paged_cache.errors import PagedCacheError, PoolExhausted
-from tests.models import cache_kwarg, paged_cache, shared_model
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
+from tests.models import CASES, by_name, cache_kwarg, host_cache, paged_cache, shared_model
 from tests.quantised import NAMES, cache_of, feed, ids
 
 FORMATS = ("auto", *NAMES)
@@ -189,6 +189,64 @@ def test_generate_without_use_of_a_warm_cache_is_refused() -> None:
     )
 
 
+class Wrapped(torch.nn.Module):
+    """Calls a model's forward by name, as adapters do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("case", [case.name for case in CASES])
+@pytest.mark.parametrize("call", ["model", "forward"])
+def test_a_cache_that_is_passed_is_used_whatever_the_config_says(
+    case: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tuning recipes leave `use_cache` of the config at False."""
+    model = shared_model(case)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            monkeypatch.setattr(module.config, "use_cache", False)
+    cached = host_cache(model), paged_cache(model)
+    run = model if call == "model" else Wrapped(model)
+    encoded = {"input_ids": ids(7, 1)} if model.config.is_encoder_decoder else {}
+    name = "decoder_input_ids" if encoded else "input_ids"
+    for tokens in (ids(20, 1), ids(1, 1, seed=1), ids(3, 1, seed=2)):
+        with torch.no_grad():
+            want, got = (
+                run(**encoded, **{name: tokens}, **{cache_kwarg(): cache}).logits for cache in cached
+            )
+        assert (got - want).abs().max() <= 2e-4 * want.abs().max()
+    assert cached[0].get_seq_length() == cached[1].get_seq_length() == 24
+    if call == "model":
+        with torch.no_grad():
+            run(**encoded, **{name: ids(2, 1)}, **{cache_kwarg(): cached[1]}, use_cache=False)
+        assert cached[1].get_seq_length() == 24
+
+
+def test_what_an_adapter_is_told_counts() -> None:
+    model = shared_model("llama")
+    cache = PagedCache(model, block_size=16)
+    with torch.no_grad():
+        Wrapped(model)(ids(20), **{cache_kwarg(): cache}, use_cache=False)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("case", ["llama", "falcon"])
+def test_gradient_checkpointing_keeps_the_cache_from_the_layers(case: str) -> None:
+    """So does the host with its own cache, and says so."""
+    model = by_name(case).build().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    cache = PagedCache(model, block_size=16)
+    got = model(ids(20), **{cache_kwarg(): cache}).logits
+    got.sum().backward()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(got, model(ids(20), **{cache_kwarg(): host_cache(model)}).logits)
+
+
 # --- one row becomes several --------------------------------------------------------------------------------
 
 
@@ -317,3 +375,79 @@ def test_without_a_model_on_the_stack_nothing_is_claimed() -> None:
     assert (call.forward.frame, call.root.frame) == (None, None)
     assert (call.use_cache, call.position_ids, call.input_ids) == (None, None, None)
     assert not call.is_generating
+
+
+# --- forwards that end early --------------------------------------------------------------------------------
+
+
+@contextmanager
+def ending_at(model: Any, layer: int) -> Iterator[None]:
+    """Let forwards do nothing more after so many layers."""
+    left_out = model.model.layers[layer:]
+    for module in left_out:
+        module.forward = lambda hidden, *args, **kwargs: hidden
+    try:
+        yield
+    finally:
+        for module in left_out:
+            del module.forward
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("given", ["model", "config"])
+def test_a_model_without_its_last_layers_goes_on_as_with_the_default_cache(kind: str, given: str) -> None:
+    model = by_name("llama").build()
+    model.model.layers = model.model.layers[:2]  # the config still says three
+    tokens = ids(40, 1)
+    cache = cache_of(model if given == "model" else model.config, kind)
+    found = greedy(model, tokens, cache, 20)
+    if kind == "auto":
+        assert torch.equal(found, greedy(model, tokens, DynamicCache(config=model.config), 20))
+    assert [layer.get_seq_length() for layer in cache.layers] == [59, 59, 0]
+    cache.check_integrity()
+
+
+def test_a_forward_that_returned_early_counts_and_one_that_failed_there_does_not() -> None:
+    model = shared_model("llama")
+    for made_of in (model, model.config):
+        cache = PagedCache(made_of, block_size=16)
+        with ending_at(model, 2):
+            feed(model, cache, ids(20))
+        assert [layer.get_seq_length() for layer in cache.layers] == [20, 20, 0]
+        cache = PagedCache(made_of, block_size=16)
+        with failing(model.model.layers[2], ZeroDivisionError()), pytest.raises(ZeroDivisionError):
+            feed(model, cache, ids(20))
+        assert [layer.get_seq_length() for layer in cache.layers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_layers_of_unlike_lengths_are_named_and_can_be_made_alike(kind: str) -> None:
+    model = shared_model("llama")
+    cache, control = cache_of(model, kind), cache_of(model, kind)
+    for held in (cache, control):
+        feed(model, held, ids(20))
+    with ending_at(model, 2):  # drafts of the first layers
+        for seed in range(3):
+            feed(model, cache, ids(1, seed=seed))
+    assert [layer.get_seq_length() for layer in cache.layers] == [23, 23, 20]
+    with pytest.raises(CacheMismatchError, match="layer 2 holds 20 tokens per row"):
+        feed(model, cache, ids(1))
+    assert [layer.get_seq_length() for layer in cache.layers] == [23, 23, 20]
+    cache.crop(-3)
+    assert torch.equal(feed(model, cache, ids(5, seed=9)), feed(model, control, ids(5, seed=9)))
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8_block"])
+def test_blocks_of_layers_of_unlike_lengths_are_not_encoded(kind: str) -> None:
+    model = shared_model("llama")
+    cache, control = cache_of(model, kind), cache_of(model, kind)
+    for held in (cache, control):
+        feed(model, held, ids(30))
+    with ending_at(model, 2):
+        for seed in range(2):
+            feed(model, cache, ids(1, seed=seed))
+        with pytest.raises(CacheMismatchError, match="layer 2 holds 30 tokens per row"):
+            feed(model, cache, ids(1, seed=2))
+    cache.crop(-2)
+    assert torch.equal(feed(model, cache, ids(5, seed=9)), feed(model, control, ids(5, seed=9)))

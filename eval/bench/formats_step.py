@@ -17,10 +17,11 @@ from eval.bench.timing import STEPS, Contender, Timings, interleave
 from eval.bench.workload import check, rms_ratio
 from eval.caches import CacheUnavailable
 from eval.caches.stock import quantized_cache
+from hf_paged_cache.config import LayerDtype
 
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 TOKENS = (2048, 8192, 32768)
-FORMATS = ("auto", "int8", "fp8", "k8v4", "int4")
+FORMATS: tuple[LayerDtype, ...] = ("auto", "int8", "fp8", "k8v4", "int4")
 STOCK = "quanto"
 STOCK_LAYERS = 2
 """It computes for so long that nothing is gained by memory that is near."""

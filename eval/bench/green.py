@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_paged_cache.kernels.cpu import build
+from hf_paged_cache.kernels.cpu import build, library_folder
 
 _FOLDERS = ("hf_paged_cache", "tests")
 _FILES = (
@@ -79,15 +79,15 @@ def recall(name: str, wanted: str) -> dict[str, Any] | None:
     try:
         noted = json.loads(_path(name).read_text(encoding="utf-8"))
         return dict(noted["outcome"]) if noted["digest"] == wanted else None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # none, damaged, no home
+    except (OSError, ValueError, KeyError, TypeError):  # none, damaged, no home
         return None
 
 
 def note(name: str, made: str, outcome: dict[str, Any]) -> None:
     """Note a green run in place of the last one of this name; where nothing can be written, do nothing."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError):
         path = _path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        library_folder.make(path.parent)
         handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -98,7 +98,7 @@ def note(name: str, made: str, outcome: dict[str, Any]) -> None:
 
 
 def _path(name: str) -> Path:
-    return build.cache_dir() / f"kernel-tests-{name}.json"
+    return library_folder.cache_dir() / f"kernel-tests-{name}.json"
 
 
 def _sources(root: Path) -> list[Path]:
@@ -108,9 +108,9 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _library() -> str | None:
-    """The file name of the compiled kernel, which hashes its sources, flags and compiler."""
+    """The name of the compiled kernel, which hashes its sources, flags and compiler."""
     try:
-        return Path(build.load().handle._name).name
+        return build.load().stem
     except (build.BuildError, OSError):
         return None
 

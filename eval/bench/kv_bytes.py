@@ -13,7 +13,7 @@ from eval.bench import workload
 from eval.bench.context import Context
 from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fixed
 from eval.bench.seed import SEED
-from hf_paged_cache.config import LAYER_DTYPES
+from hf_paged_cache.config import LAYER_DTYPES, LayerDtype
 
 TOKENS = 8192
 DTYPES = (torch.float32, torch.bfloat16)
@@ -57,7 +57,7 @@ def run(context: Context) -> Result:
     )
 
 
-def measure(config: LlamaConfig, dtype: torch.dtype, name: str, tokens: int) -> Row:
+def measure(config: LlamaConfig, dtype: torch.dtype, name: LayerDtype, tokens: int) -> Row:
     """Fill a cache of a format and a `DynamicCache`, layer by layer.
 
     Raises:

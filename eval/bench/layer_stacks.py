@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from eval.bench.readers import l3_bytes
 from eval.bench.seed import SEED
 from eval.bench.workload import dtype_name, remove_last
+from hf_paged_cache.config import KVCacheDtype
 
 _SPARE_TOKENS = 64
 _BLOCK_SIZE = 64
@@ -146,7 +147,7 @@ def _static(case: Case) -> LayerStack:
     return LayerStack("static", case, cache, ALL_ATTENTION_FUNCTIONS["sdpa"], mask)
 
 
-def paged(case: Case, kv_cache_dtype: str = "auto") -> LayerStack:
+def paged(case: Case, kv_cache_dtype: KVCacheDtype = "auto") -> LayerStack:
     """A `PagedCache`, empty, with the attention function that a model would call."""
     from hf_paged_cache import PagedCache
 

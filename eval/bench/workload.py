@@ -56,7 +56,8 @@ def new_cache(name: str, model: Any) -> Any:
 
     if name != "dynamic":
         # Without the guard, so that all layers are in the format that is measured.
-        return PagedCache(model, kv_cache_dtype="auto" if name == "paged" else name, key_error_guard="off")
+        form: Any = "auto" if name == "paged" else name
+        return PagedCache(model, kv_cache_dtype=form, key_error_guard="off")
     disable(model)
     return DynamicCache(config=model.config)
 

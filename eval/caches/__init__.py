@@ -6,6 +6,7 @@ from . import paged, stock
 from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention, tensor_bytes
 
 __all__ = [
+    "ALIASES",
     "CACHES",
     "CacheEntry",
     "CacheUnavailable",
@@ -17,3 +18,6 @@ __all__ = [
 
 CACHES: dict[str, CacheEntry] = {entry.name: entry for entry in (*stock.ENTRIES, *paged.ENTRIES)}
 """Name -> contender, in the order of the table."""
+
+ALIASES = paged.ALIASES
+"""Other names of some of them."""

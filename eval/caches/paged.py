@@ -6,12 +6,12 @@ import dataclasses
 import functools
 from typing import Any
 
-from hf_paged_cache.formats import FORMATS
+from hf_paged_cache.config import DTYPE_ALIASES, LAYER_DTYPES, KVCacheDtype
 
 from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention
 
 
-def _create(kv_cache_dtype: str, model: Any, demand: Demand) -> Any:
+def _create(kv_cache_dtype: KVCacheDtype, model: Any, demand: Demand) -> Any:
     from hf_paged_cache import PagedCache
 
     restore_attention(model)
@@ -32,7 +32,7 @@ def _bytes(cache: Any) -> KvBytes:
     return KvBytes(footprint.used_bytes + unpaged, footprint.pool_bytes + unpaged, details)
 
 
-def _entry(name: str, title: str, kv_cache_dtype: str) -> CacheEntry:
+def _entry(name: str, title: str, kv_cache_dtype: KVCacheDtype) -> CacheEntry:
     return CacheEntry(
         name, title, functools.partial(_create, kv_cache_dtype), _bytes, lambda cache: cache.fork()
     )
@@ -40,5 +40,7 @@ def _entry(name: str, title: str, kv_cache_dtype: str) -> CacheEntry:
 
 ENTRIES = (
     _entry("paged", "PagedCache in the model's dtype", "auto"),
-    *(_entry(f"paged-{name}", f"PagedCache in {name}", name) for name in FORMATS),
+    *(_entry(f"paged-{name}", f"PagedCache in {name}", name) for name in LAYER_DTYPES if name != "auto"),
 )
+
+ALIASES = {f"paged-{alias}": f"paged-{name}" for alias, name in DTYPE_ALIASES.items()}

@@ -74,7 +74,15 @@ def _measure(case: Case, settings: Settings, record: Record, device: Device) -> 
     paged.step()
     _check_answer(record, paged, "eager")
     dense = DenseStack(paged, device, generator)
-    steps: dict[str, Callable[[], object]] = {"copy": copy, "eager": paged.step, "sdpa": rivals.sdpa(dense)}
+    paged.forget_last_token()
+    paged.masked_step()
+    _check_answer(record, paged, "masked")
+    steps: dict[str, Callable[[], object]] = {
+        "copy": copy,
+        "eager": paged.step,
+        "masked": paged.masked_step,
+        "sdpa": rivals.sdpa(dense),
+    }
     _warm_up(record, steps)
     budget_s = 1.5 if device.is_gpu else 0.1
     timings = in_turns(device, steps, budget_s=budget_s)

@@ -8,7 +8,7 @@ import torch
 
 from eval.gpu.device import Device
 from hf_paged_cache.kernels import dispatch
-from hf_paged_cache.kernels.problem import Attention, LayerBlocks
+from hf_paged_cache.kernels.problem import Attention, LayerBlocks, RowLengths
 from hf_paged_cache.kv_pool import PoolShape, allocate_dense
 
 BLOCK_SIZE = 64
@@ -66,24 +66,34 @@ class PagedStack:
         values.normal_(generator=generator)
         order = torch.randperm(num_blocks, generator=generator, device=device.torch_device)
         table = order.to(torch.int32).view(case.batch, columns).contiguous()
-        self.blocks = [LayerBlocks(keys[:, layer], values[:, layer], table) for layer in range(self.layers)]
+        lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=device.torch_device)
+        held = RowLengths(case.tokens, lengths)
+        self.blocks = [
+            LayerBlocks(keys[:, layer], values[:, layer], table, held) for layer in range(self.layers)
+        ]
+        self.mask = torch.ones(case.batch, 1, 1, case.tokens, dtype=torch.bool, device=device.torch_device)
         self.query, self.new_keys, self.new_values = (
             _states(case, heads, device, generator)
             for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads)
         )
         self.last_output = torch.empty(0)
 
-    def attend(self, layer: int) -> torch.Tensor:
+    def attend(self, layer: int, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The new token of one layer: written, then attended with all before it."""
         tokens, blocks = self.case.tokens, self.blocks[layer]
         dispatch.write(blocks, self.new_keys, self.new_values, tokens - 1)
         scale = self.case.shape.head_dim**-0.5
-        return dispatch.decode(blocks, Attention(self.query, 0, tokens, scale))
+        return dispatch.decode(blocks, Attention(self.query, 0, tokens, scale, mask))
 
     def step(self) -> None:
         """Every layer, one after the other."""
         for layer in range(self.layers):
             self.last_output = self.attend(layer)
+
+    def masked_step(self) -> None:
+        """The same with a mask that hides nothing, as a host passes that has been given one."""
+        for layer in range(self.layers):
+            self.last_output = self.attend(layer, self.mask)
 
     def forget_last_token(self) -> None:
         """Poison what a step must write: the new token of the last layer, and its answer."""

@@ -29,9 +29,9 @@ class Section:
 
 
 def _kernels(settings: Settings) -> list[Item]:
-    from eval.gpu import kernels
+    from eval.gpu import formats, kernels
 
-    return kernels.items(settings)
+    return [*kernels.items(settings), *formats.items(settings)]
 
 
 def _parity(settings: Settings) -> list[Item]:

@@ -19,6 +19,11 @@ def attention_cases() -> Any:
     return importlib.import_module("tests.kernels.cases")
 
 
+def quantised_cases() -> Any:
+    """`tests.kernels.quantised`: `build_quantised`, `form_of`, tolerances."""
+    return importlib.import_module("tests.kernels.quantised")
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """RMS ratio to allow: the tests' bound, with room for inputs that are drawn anew in each run."""
     allowed: float = attention_cases().TOLERANCE[dtype]

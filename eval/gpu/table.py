@@ -95,7 +95,18 @@ def _parity_rows(records: dict[str, Record]) -> Rows:
 
 def _attention_rows(records: dict[str, Record]) -> Rows:
     rows = [
-        ["batch x tokens", "eager µs", "graph µs", "GB/s", "% copy", "eager %", "SDPA µs", "copy GB/s", "RMS"]
+        [
+            "batch x tokens",
+            "eager µs",
+            "masked µs",
+            "graph µs",
+            "GB/s",
+            "% copy",
+            "eager %",
+            "SDPA µs",
+            "copy GB/s",
+            "RMS",
+        ]
     ]
     for key, record in records.items():
         kind, _, size = key.partition("/")
@@ -111,7 +122,7 @@ def _attention_rows(records: dict[str, Record]) -> Rows:
         rows.append(
             [
                 size,
-                *(_number(values, name, ".1f") for name in ("eager_us", "graph_us")),
+                *(_number(values, name, ".1f") for name in ("eager_us", "masked_us", "graph_us")),
                 *(_number(values, name, form) for name, form in cells),
                 _number(values, "sdpa_us", ".1f"),
                 _number(values, "copy_gb_per_s", ".0f"),

@@ -114,9 +114,9 @@ def run(
 
 def _options(block_size: int, attn: str | None, formats: str) -> Any:
     from eval.zoo.examine import Options
-    from hf_paged_cache.config import KV_CACHE_DTYPES, PagedCacheConfig
+    from hf_paged_cache.config import KV_CACHE_DTYPES, PagedCacheConfig, own_name
 
-    names = tuple(name.strip() for name in formats.split(",") if name.strip())
+    names = tuple(own_name(name.strip()) for name in formats.split(",") if name.strip())
     for name in names:
         check_choice("format", name, KV_CACHE_DTYPES)
     if attn is not None:

@@ -13,8 +13,9 @@ from eval.zoo import checks, exceptions, inputs, kinds, reads, runs, tiny
 from eval.zoo.checks import CASES, Reference, Verdict
 from eval.zoo.registry import Entry
 from hf_paged_cache import PagedCache
+from hf_paged_cache.config import KVCacheDtype
 
-FORMATS = ("int8", "fp8", "k8v4", "int4")
+FORMATS: tuple[KVCacheDtype, ...] = ("int8", "fp8", "k8v4", "int4")
 RUNS, REFUSED, FAILS = "runs", "refused", "fails"
 _STEPS = 4
 
@@ -105,7 +106,7 @@ def examine(entry: Entry, options: Options) -> Report:
 
 
 def _try_all(model: Any, entry: Entry, options: Options, report: Report) -> None:
-    def paged(model: Any, kv_cache_dtype: str = "auto") -> Any:
+    def paged(model: Any, kv_cache_dtype: KVCacheDtype = "auto") -> Any:
         cache = PagedCache(model, block_size=options.block_size, kv_cache_dtype=kv_cache_dtype)
         return EncoderDecoderCache(cache, DynamicCache()) if model.config.is_encoder_decoder else cache
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK
@@ -82,6 +82,12 @@ class DenseBlocks:
     def slots_by_id(self, manager: BlockManager) -> dict[int, int]:
         """Block id -> slot, of the dense blocks of all rows."""
         return {table.ids[c]: slot for table in manager.tables for c, slot in self.slots_of(table.ids)}
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Follow blocks that got other ids, which nobody held."""
+        for block_id in moved.values():
+            self._drop(block_id)
+        self._slots = {moved.get(block_id, block_id): slot for block_id, slot in self._slots.items()}
 
     def adopt(self, manager: BlockManager, columns: Sequence[int], ids: Sequence[int]) -> list[int]:
         """Make blocks of rows that were adopted dense. Returns their slots."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
@@ -291,6 +291,12 @@ class BlockManager:
         twin._num_sealed, twin._fullest = self._num_sealed, self._fullest
         twin.pool = self.pool.restricted_to(table.ids for table in self._tables)
         return twin
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Follow blocks that got other ids."""
+        for table in self._tables:
+            table.ids[:] = [moved.get(block_id, block_id) for block_id in table.ids]
+        self.version += 1
 
     def reset(self, *, later: bool = False) -> None:
         """Release all rows and forget the batch.

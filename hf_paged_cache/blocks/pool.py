@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
@@ -222,6 +222,31 @@ class BlockPool:
         self._states.extend(bytes(num_blocks))
         self._free[:0] = range(new - 1, old - 1, -1)
         self._cached.grow(num_blocks)
+
+    def moves_to_shrink(self, num_blocks: int) -> dict[int, int]:
+        """Old -> new id of the referenced blocks that `shrink(num_blocks, ...)` moves. Changes nothing.
+
+        Raises:
+            PagedCacheError: `num_blocks` is below 1, or more blocks are referenced.
+        """
+        _require_at_least(max(1, self.num_referenced), num_blocks, "num_blocks")
+        high = [block_id for block_id in range(num_blocks, self.num_blocks) if self._ref_counts[block_id]]
+        low = (block_id for block_id in range(num_blocks) if not self._ref_counts[block_id])
+        return dict(zip(high, low, strict=False))
+
+    def shrink(self, num_blocks: int, moved: Mapping[int, int]) -> None:
+        """Keep the ids below `num_blocks`; the content of `moved` blocks has got its new place.
+
+        Who holds them has to be told. Cached content is forgotten.
+        """
+        counts, states = self._ref_counts[:num_blocks], self._states[:num_blocks]
+        for old, new in moved.items():
+            counts[new], states[new] = self._ref_counts[old], self._states[old]
+        free = [block_id for block_id in range(num_blocks - 1, -1, -1) if not counts[block_id]]
+        for block_id in free:
+            states[block_id] = _FREE
+        self._ref_counts, self._states, self._free = counts, states, free
+        self._cached, self._pending = FreeQueue(num_blocks), deque()
 
     # --- open and sealed ----------------------------------------------------------------------------------
 

@@ -28,11 +28,11 @@ def examine(device: str | torch.device | None = None) -> Report:
     described = machine.describe(where)  # compiles what there is to compile
     backends, problems = _backends(where)
     compiler = machine.compiler()
-    folder, unwritable = machine.cache_folder()
-    if unwritable is not None:
+    folder, unusable = machine.cache_folder()
+    if unusable is not None:
         problems.append(
-            f"{folder} cannot be written ({unwritable}), so kernels are compiled anew in every process: "
-            "point HF_PAGED_CACHE_DIR to a folder that can"
+            f"{folder} cannot be used ({unusable}), so kernels are compiled anew in every process: "
+            "point HF_PAGED_CACHE_DIR to a folder of this user"
         )
     start_s = time.perf_counter()
     checks = _checks(where)

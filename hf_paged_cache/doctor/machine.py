@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import tempfile
 from pathlib import Path
 
 import torch
 
 from hf_paged_cache import __version__
 from hf_paged_cache.kernels import cpu
-from hf_paged_cache.kernels.cpu import build
+from hf_paged_cache.kernels.cpu import build, library_folder
 from hf_paged_cache.memory import free_memory_bytes
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
 _VARIABLES = (
     "HF_PAGED_CACHE_BACKEND",
     "HF_PAGED_CACHE_CPU_ISA",
+    "HF_PAGED_CACHE_CXXFLAGS",
     "HF_PAGED_CACHE_DIR",
     "XDG_CACHE_HOME",
     "CXX",
@@ -35,8 +35,14 @@ def versions() -> dict[str, str | None]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            found[name] = _version_by_module(name)
     return found
+
+
+def _version_by_module(module: str) -> str | None:
+    """Of whatever package brings a module: torch for ROCm or XPU has its Triton under another name."""
+    packages = importlib.metadata.packages_distributions().get(module, ())
+    return next((f"{importlib.metadata.version(package)} ({package})" for package in packages), None)
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -67,17 +73,17 @@ def compiler() -> str:
 
 
 def cache_folder() -> tuple[str, str | None]:
-    """Where compiled kernels are kept, and why nothing can be written there (None if it can)."""
+    """Where compiled kernels are kept, and why nothing is kept there (None if it is)."""
     try:
-        folder = build.cache_dir()
-    except RuntimeError as error:
-        return "none", f"there is no home folder ({error})"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return str(folder), None
+        folder = library_folder.cache_dir()
     except OSError as error:
-        return str(folder), error.strerror or str(error)
+        return "none", str(error)
+    try:
+        with library_folder.LibraryFolder(folder) as opened:
+            opened.check_writable()
+    except OSError as error:
+        return str(folder), library_folder.reason_of(error)
+    return str(folder), None
 
 
 def processor() -> str:

@@ -18,7 +18,7 @@ from .int4_group import Int4Group
 from .int4_token import Int4Token
 from .int8_block import Int8Block
 from .int8_token import Int8Token
-from .record import KVFormat, RecordFormat
+from .record import KVFormat, RecordFormat, blank_beyond
 
 __all__ = [
     "DEFAULT_GROUP_SIZE",
@@ -27,6 +27,7 @@ __all__ = [
     "Codec",
     "KVFormat",
     "RecordFormat",
+    "blank_beyond",
     "kv_format",
     "with_keys_in_int8",
 ]

@@ -136,6 +136,24 @@ class RecordFormat:
             codes.copy_(new_codes)
             params.copy_(new_params)
 
+    def first_tokens(self, records: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        """Copies of records in which nothing is left but the first tokens of each.
+
+        All else is zero, what lies between the parts too. Parameters of a block as a whole stay: they are
+        needed as they are, and are the extremes of the tokens that it was encoded with.
+
+        Args:
+            records: `[blocks, ..., nbytes]`.
+            held: `[blocks]`, how many.
+        """
+        copies = torch.zeros_like(records)
+        for side in ("keys", "values"):
+            (codes, params), (old_codes, old_params) = self.parts(copies, side), self.parts(records, side)
+            codes.copy_(blank_beyond(old_codes, held))
+            params.copy_(blank_beyond(old_params, held) if self.codec(side).is_per_token else old_params)
+            params[held == 0] = 0
+        return copies
+
     def encode_tokens(
         self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor, first: int
     ) -> None:
@@ -159,6 +177,18 @@ class RecordFormat:
         """Float32 K `[..., block_size, head_dim]` and V of records; arbitrary in slots never filled."""
         keys = self.format.keys.decode(*self.parts(records, "keys"), self.head_dim)
         return keys, self.format.values.decode(*self.parts(records, "values"), self.v_head_dim)
+
+
+def blank_beyond(blocks: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Copies of blocks `[blocks, ..., block_size, width]` with zeros after the first `held` tokens of each.
+
+    Args:
+        blocks: Values, or codes, or parameters per token.
+        held: `[blocks]`, how many.
+    """
+    size = blocks.shape[-2]
+    beyond = torch.arange(size, device=blocks.device) >= held.to(blocks.device)[:, None]
+    return blocks.masked_fill(beyond.view(len(held), *[1] * (blocks.dim() - 3), size, 1), 0)
 
 
 def _sides(keys: torch.Tensor, values: torch.Tensor) -> tuple[tuple[Side, torch.Tensor], ...]:

@@ -92,6 +92,13 @@ class PrefillBackend(Backend, Protocol):
         """Attend new tokens among themselves, without sinks."""
 
 
+class DeviceBackend(Backend, Protocol):
+    """A backend that may run on some devices of a machine and not on others."""
+
+    def unusable_reason(self, device: torch.device) -> str | None:
+        """None if it runs on a device, otherwise a sentence. May compile."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A row of the registry.
@@ -136,15 +143,15 @@ _said: set[str] = set()
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
+    """Store new tokens, those of columns `start, start + 1, ...` of every row.
 
-    Tokens that fall into a null block are dropped.
+    Tokens that fall into a null block, or stand before a row begins, are dropped.
 
     Args:
         blocks: Changed in place.
         key_states: `[batch, kv_heads, tokens, head_dim]`, dtype and device of the blocks.
         value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Position of the first new token, the same in every row.
+        start: Column of the first new token.
 
     Raises:
         UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
@@ -186,7 +193,7 @@ def decode(
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stored tokens `[start, end)` as dense tensors; null blocks read as zeros.
+    """Columns `[start, end)` as dense tensors; null blocks, and columns before a row begins, read as zeros.
 
     Returns:
         Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, contiguous copies.
@@ -374,7 +381,8 @@ def _choose(key: tuple[object, ...], device: torch.device, blocks: LayerBlocks |
                 _say_once(f"{refusal} Using the slower backend {name!r}.")
             _chosen[key] = name, entry.load()
             return _chosen[key]
-        refusals.append(f"Backend {name!r} does not run: {reason}")
+        if forced == name or entry.serves(device, is_forced=False):
+            refusals.append(f"Backend {name!r} does not run: {reason}")
     if forced is None:
         raise AssertionError("the torch backend serves everything, so one is always found")
     raise BackendUnavailable(
@@ -388,9 +396,12 @@ def _refusal(entry: _Entry, is_forced: bool, device: torch.device, blocks: Layer
     if not entry.serves(device, is_forced=is_forced):
         return f"It runs on {', '.join(sorted(entry.devices or ()))}; the blocks are on {device}."
     backend = entry.load()
-    return (
+    reason = (
         backend.unsupported_reason(blocks) if blocks is not None else None
     ) or backend.unavailable_reason()
+    if reason is None and hasattr(backend, "unusable_reason"):
+        reason = cast(DeviceBackend, backend).unusable_reason(device)
+    return reason
 
 
 def _will_run(entry: _Entry) -> str:

@@ -55,7 +55,7 @@ def attend_with_history(
         history_end: One past the last; equal to `history_start` if there is no history.
         scale: Factor on q·k.
         mask: None, or broadcastable to `[batch, q_heads, q_tokens, history + q_tokens]`, history first:
-            boolean (True = attend) or additive.
+            boolean (True = attend) or additive. Fresh tokens before a row begins need not be hidden by it.
         is_causal: Query i sees the fresh tokens up to its own. Independent of `mask`; both apply.
         window: None, or query at position p sees only positions > p - window.
         softcap: None, or c: score = c * tanh(score / c).
@@ -73,6 +73,11 @@ def attend_with_history(
     (old_visible, new_visible), (old_bias, new_bias) = (
         (None, None) if x is None else (x[..., :history], x[..., history:]) for x in (read.visible, read.bias)
     )
+    if blocks.offsets is not None:
+        columns = torch.arange(history_end, history_end + query.shape[2], device=query.device)
+        begun = columns >= blocks.offsets[:, None]
+        if not (begun.is_cpu and begun.all()):
+            new_visible = both(new_visible, begun[:, None, None])
     kernels = dispatch.prefill_backend(blocks)
     if kernels is not None:
         a.query = read.query

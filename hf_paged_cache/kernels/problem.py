@@ -50,6 +50,13 @@ class LayerBlocks:
     """One layer's share of a pool, and the table that puts its blocks in order.
 
     `keys[table[b, t // block_size], h, t % block_size]` is the key of token `t` of row `b` for kv head `h`.
+    A row may begin with padding, which is not stored: then `t` is a *stored position*, and the token of
+    column `c` of the batch, which is what all arguments and masks count in, has `t = c - offsets[b]`:
+
+    ```
+    columns     0123456789abc        offsets[b] = 5, block_size 4
+    row b       .....abcdefgh        its blocks: [abcd] [efgh]
+    ```
 
     A quantised layer has `records` too. Then an entry >= 0 of the table names a record, and one below
     `NULL_BLOCK` a slot of `keys` and `values`, which hold the few blocks in the model's own dtype:
@@ -72,12 +79,15 @@ class LayerBlocks:
         records: None, or uint8 `[num_blocks, kv_heads, nbytes]`, usually a strided slice.
         form: What the bytes of `records` mean.
         lengths: Of the rows, on a GPU; None where kernels are told by the host.
-        dense_columns: Columns of the table whose entries lie below `NULL_BLOCK` (or are `NULL_BLOCK` in some
-            rows), sorted, the same in every row. Only backends whose tables lie on a device want to know;
-            None means that nobody has said, and they look at the table.
+        dense_columns: Of every row, which of its table's entries lie below `NULL_BLOCK`, sorted; others among
+            them do no harm. One tuple where it is the same in all rows. Only backends whose tables lie on a
+            device want to know; None means that nobody has said, and they look at the table.
         fault: None, or int32 `[2]` on the device, for K and V: writes set it to 1 where they find what a
             quantised block has no scale for, and store zeros for that token. Without it they raise, for which
             they wait for the device.
+        offsets: None, or int32 `[batch]` on the device of the table: how many columns a row begins later than
+            the batch. Those columns are neither stored nor attended, without a mask that says so, and read as
+            zeros; a query in one sees nothing.
         native: A backend's own prepared form of this object (e.g. a C struct). It keeps what it points to,
             and is made anew when a tensor above was replaced.
         choice: The dispatcher's note of the backend that serves blocks of this dtype, device and layout.
@@ -89,14 +99,15 @@ class LayerBlocks:
     lengths: RowLengths | None = None
     records: torch.Tensor | None = None
     form: RecordFormat | None = None
-    dense_columns: tuple[int, ...] | None = None
+    dense_columns: tuple[tuple[int, ...], ...] | None = None
     fault: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
     native: Any = field(default=None, repr=False)
     choice: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A backend's form points into these very tensors, and a copy has others.
-        kept = ("keys", "values", "table", "lengths", "records", "form", "dense_columns", "fault")
+        kept = ("keys", "values", "table", "lengths", "records", "form", "offsets", "dense_columns", "fault")
         return None, {name: getattr(self, name) for name in kept} | {"native": None, "choice": None}
 
     @property

@@ -27,16 +27,16 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
+    """Store new tokens, those of columns `start, start + 1, ...` of every row.
 
-    Tokens that fall into a null block are dropped. Records get whole blocks, unless their format is per
-    token.
+    Tokens that fall into a null block, or stand before a row begins, are dropped. Records get whole blocks,
+    unless their format is per token.
 
     Args:
         blocks: Changed in place.
         key_states: `[batch, kv_heads, tokens, head_dim]`.
         value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Position of the first new token, the same in every row.
+        start: Column of the first new token.
 
     Raises:
         UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
@@ -44,11 +44,10 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
     """
     batch, _, tokens, _ = key_states.shape
     if blocks.records is not None:
-        check_storable(key_states, value_states)
+        check_storable(blocks, key_states, value_states, start)
     for row in range(batch):
         for token in range(tokens):
-            column, slot = divmod(start + token, blocks.block_size)
-            entry = int(blocks.table[row, column])
+            entry, slot = _entry_and_slot(blocks, row, start + token)
             if entry == NULL_BLOCK:
                 continue
             k, v = key_states[row, :, token], value_states[row, :, token]
@@ -64,8 +63,23 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
                 blocks.form.encode(k, v, blocks.records[entry])
 
 
-def check_storable(key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-    """Raise UnstorableValueError if a format could not hold K or V."""
+def _entry_and_slot(blocks: LayerBlocks, row: int, column: int) -> tuple[int, int]:
+    """The table's entry for the block that has a column, and the slot in it."""
+    position = column if blocks.offsets is None else column - int(blocks.offsets[row])
+    if position < 0:
+        return NULL_BLOCK, 0
+    place, slot = divmod(position, blocks.block_size)
+    return int(blocks.table[row, place]), slot
+
+
+def check_storable(
+    blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
+) -> None:
+    """Raise UnstorableValueError if a format could not hold K or V of a row from its beginning on."""
+    if blocks.offsets is not None:
+        columns = torch.arange(start, start + key_states.shape[2], device=blocks.offsets.device)
+        before = (columns < blocks.offsets[:, None])[:, None, :, None]
+        key_states, value_states = (x.masked_fill(before, 0.0) for x in (key_states, value_states))
     for name, x in (("K", key_states), ("V", value_states)):
         if x.numel() and not float(x.abs().amax()) <= LARGEST_VALUE:
             raise unstorable(name)
@@ -80,7 +94,7 @@ def unstorable(name: str) -> UnstorableValueError:
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stored tokens `[start, end)` as dense tensors; null blocks read as zeros.
+    """Columns `[start, end)` as dense tensors; null blocks, and columns before a row begins, read as zeros.
 
     Returns:
         Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, copies.
@@ -98,9 +112,8 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
     keys = blocks.keys.new_zeros(batch, heads, end - start, blocks.keys.shape[3], dtype=dtype)
     values = blocks.values.new_zeros(batch, heads, end - start, blocks.values.shape[3], dtype=dtype)
     for row in range(batch):
-        for position in range(start, end):
-            column, slot = divmod(position, blocks.block_size)
-            entry = int(blocks.table[row, column])
+        for column in range(start, end):
+            entry, slot = _entry_and_slot(blocks, row, column)
             if entry == NULL_BLOCK:
                 continue
             if blocks.records is None or blocks.form is None:
@@ -109,7 +122,7 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
                 k, v = blocks.keys[dense_entry(entry)], blocks.values[dense_entry(entry)]
             else:
                 k, v = blocks.form.decode(blocks.records[entry])
-            keys[row, :, position - start], values[row, :, position - start] = k[:, slot], v[:, slot]
+            keys[row, :, column - start], values[row, :, column - start] = k[:, slot], v[:, slot]
     return keys, values
 
 
@@ -212,7 +225,14 @@ def _visible_and_bias(
     device = a.query.device
     shape = (batch, q_heads, q_tokens, a.end - a.start)
     positions = torch.arange(a.start, a.end, device=device)
-    stored = blocks.table[:, positions // blocks.block_size] != NULL_BLOCK
+    stored = torch.tensor(
+        [
+            [_entry_and_slot(blocks, row, column)[0] != NULL_BLOCK for column in range(a.start, a.end)]
+            for row in range(batch)
+        ],
+        dtype=torch.bool,
+        device=device,
+    ).view(batch, a.end - a.start)
     visible = stored[:, None, None, :].expand(shape).clone()
     first_query = a.end - q_tokens if a.queries_are_last else a.end
     query_positions = torch.arange(first_query, first_query + q_tokens, device=device)[:, None]

@@ -40,23 +40,38 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
+    """Store new tokens, those of columns `start, start + 1, ...` of every row.
 
-    Tokens that fall into a null block are dropped.
+    Tokens that fall into a null block, or stand before a row begins, are dropped.
 
     Args:
         blocks: Changed in place.
         key_states: `[batch, kv_heads, tokens, head_dim]`.
         value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Position of the first new token, the same in every row.
+        start: Column of the first new token.
     """
+    if blocks.records is not None:
+        check_storable(blocks, key_states, value_states, start)
+    if blocks.offsets is None:
+        _write(blocks, key_states, value_states, start)
+        return
+    for offset in set(blocks.offsets.tolist()):
+        rows = (blocks.offsets == offset).nonzero()[:, 0]
+        alike = LayerBlocks(
+            blocks.keys, blocks.values, blocks.table[rows], records=blocks.records, form=blocks.form
+        )
+        keys, values = (x[rows, :, max(offset - start, 0) :] for x in (key_states, value_states))
+        _write(alike, keys, values, max(start - offset, 0))
+
+
+def _write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
+    """What `write` does for rows of which none begins later."""
     positions = torch.arange(start, start + key_states.shape[2], device=blocks.table.device)
     ids = blocks.table[:, positions // blocks.block_size].long()  # [batch, tokens]
     slots = (positions % blocks.block_size).expand_as(ids)
     stored = ids != NULL_BLOCK
     keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [batch, tokens, kv_heads, dim]
     if blocks.records is not None and blocks.form is not None:
-        check_storable(key_states, value_states)
         stored = ids < NULL_BLOCK
         _write_records(blocks, blocks.records, blocks.form, key_states, value_states, start)
         ids = dense_entry(ids)
@@ -96,7 +111,7 @@ def _write_records(
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stored tokens `[start, end)` as dense tensors; null blocks read as zeros.
+    """Columns `[start, end)` as dense tensors; null blocks, and columns before a row begins, read as zeros.
 
     Returns:
         Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, contiguous copies.
@@ -252,21 +267,39 @@ def _pieces(
         yield edge, end, None
 
 
-def _columns(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor:
-    """The table's entries for the blocks that hold `[start, end)`."""
-    return blocks.table[:, start // blocks.block_size : -(-end // blocks.block_size)]
+def _entries(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The table's entries for the blocks that hold `[start, end)`, and where in them the tokens are.
+
+    The latter is `[batch, end - start]`, below 0 before a row begins; None: one after the other from slot
+    `start % block_size` on, in all rows.
+    """
+    size = blocks.block_size
+    if blocks.offsets is None:
+        return blocks.table[:, start // size : -(-end // size)], None
+    columns = torch.arange(start, end, device=blocks.table.device)
+    positions = columns - blocks.offsets[:, None]
+    first = positions[:, :1].clamp(min=0) // size
+    # Tokens that lie anyhow touch one block more than they fill; past the end of a row stand arbitrary ids.
+    columns = first + torch.arange((end - start - 1) // size + 2, device=blocks.table.device)
+    entries = blocks.table.gather(1, columns.clamp(max=blocks.table.shape[1] - 1))
+    entries = entries.masked_fill(columns * size > positions[:, -1:], NULL_BLOCK)
+    return entries, torch.where(positions < 0, -1, positions - first * size)
 
 
 def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the stored tokens, float32 or more if out of records; null blocks hold arbitrary values."""
-    skip = start % blocks.block_size
+    """Copies of the tokens, float32 or more if out of records; what is not stored has arbitrary values."""
+    entries, places = _entries(blocks, start, end)
     if blocks.records is not None and blocks.form is not None:
-        keys, values = _decoded(blocks, blocks.records, blocks.form, _columns(blocks, start, end))
-        return keys[:, :, skip : skip + end - start], values[:, :, skip : skip + end - start]
-    ids = _columns(blocks, start, end).clamp(min=0).long()
-    keys, values = (
-        _tiles(pool, ids)[:, :, skip : skip + end - start] for pool in (blocks.keys, blocks.values)
-    )
+        found = _decoded(blocks, blocks.records, blocks.form, entries)
+    else:
+        ids = entries.clamp(min=0).long()
+        found = _tiles(blocks.keys, ids), _tiles(blocks.values, ids)
+    if places is None:
+        skip = start % blocks.block_size
+        keys, values = (x[:, :, skip : skip + end - start] for x in found)
+        return keys, values
+    index = places.clamp(min=0)[:, None, :, None]
+    keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in found)
     return keys, values
 
 
@@ -305,11 +338,15 @@ def _tiles(pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _stored(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor | None:
     """Boolean `[batch, end - start]`: which tokens lie in a block that is stored; None if all are."""
-    stored = _columns(blocks, start, end) != NULL_BLOCK
-    if stored.is_cpu and stored.all():
-        return None
-    skip = start % blocks.block_size
-    return stored.repeat_interleave(blocks.block_size, dim=1)[:, skip : skip + end - start]
+    entries, places = _entries(blocks, start, end)
+    stored = entries != NULL_BLOCK
+    if places is None:
+        if stored.is_cpu and stored.all():
+            return None
+        skip = start % blocks.block_size
+        return stored.repeat_interleave(blocks.block_size, dim=1)[:, skip : skip + end - start]
+    stored = stored.gather(1, places.clamp(min=0) // blocks.block_size) & (places >= 0)
+    return None if stored.is_cpu and stored.all() else stored
 
 
 def _visible_by_position(blocks: LayerBlocks, a: Attention, start: int, end: int) -> torch.Tensor | None:

@@ -21,6 +21,9 @@ _SHOWN = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes of K and V by name."""
 
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What people call them."""
+
 
 def as_bytes(argument: str, value: object) -> int:
     """Bytes meant by a number of them, or a string with a unit.
@@ -50,7 +53,7 @@ def as_dtype(argument: str, value: object) -> torch.dtype:
     Raises:
         PagedCacheError: It is none of them.
     """
-    found = DTYPES.get(value) if isinstance(value, str) else value
+    found = DTYPES.get(SHORT_DTYPES.get(value, value)) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         raise PagedCacheError(f"{argument} must be one of {', '.join(DTYPES)}, got {value!r}")
     return found

@@ -10,11 +10,18 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_paged_cache import architectures, compat
-from hf_paged_cache.config import KV_CACHE_DTYPES, LAYER_DTYPES, PagedCacheConfig
+from hf_paged_cache.config import (
+    KV_CACHE_DTYPES,
+    LAYER_DTYPES,
+    KVCacheDtype,
+    LayerDtype,
+    PagedCacheConfig,
+    own_name,
+)
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE, FORMATS
 
-from .amounts import DTYPES, as_bytes, as_dtype, shown
+from .amounts import DTYPES, SHORT_DTYPES, as_bytes, as_dtype, shown
 from .forward import StoredShapes, shapes_of_config, stored_shapes
 from .limits import MOST, Limits
 from .plan import MemoryPlan
@@ -26,13 +33,13 @@ def plan_memory(
     *,
     context: int,
     batch: int = 1,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     memory: int | str | None = None,
     weights: int | str | torch.dtype | None = None,
     dtype: str | torch.dtype | None = None,
     block_size: int = 64,
     group_size: int | Mapping[int, int] = DEFAULT_GROUP_SIZE,
-    layer_dtypes: Mapping[int, str] | None = None,
+    layer_dtypes: Mapping[int, LayerDtype] | None = None,
     residual_length: int | None = None,
     sink_tokens: int | None = None,
 ) -> MemoryPlan:
@@ -75,6 +82,7 @@ def plan_memory(
         UserWarning: The context is longer than what the model was made for.
     """
     config, model = compat.resolve_config(config_or_model)
+    kv_cache_dtype = own_name(kv_cache_dtype)
     _check_counts(context, batch, kv_cache_dtype)
     memory_bytes = None if memory is None else as_bytes("memory", memory)
     if config.is_encoder_decoder:
@@ -170,8 +178,8 @@ def _weight_bytes(
 ) -> int | None:
     if isinstance(weights, torch.dtype):
         return stored.weights * weights.itemsize
-    if isinstance(weights, str) and weights in DTYPES:
-        return stored.weights * DTYPES[weights].itemsize
+    if isinstance(weights, str) and (name := SHORT_DTYPES.get(weights, weights)) in DTYPES:
+        return stored.weights * DTYPES[name].itemsize
     if weights is not None:
         return as_bytes("weights", weights)
     if model is None and getattr(config, "quantization_config", None) is not None:
@@ -208,6 +216,11 @@ def _notes(config: PreTrainedConfig, stored: StoredShapes) -> list[str]:
         found.append(f"states of {shown(stored.state_bytes)} per row lie beside the blocks; they are counted")
     if stored.state_token_bytes:
         found.append(f"an indexer keeps {stored.state_token_bytes} bytes per token; they are counted")
+    if any(spec.window is not None for spec, _ in architectures.layer_specs(config)):
+        found.append(
+            "layers with a window hold one window a row; tokens that come several at a time after it is full "
+            "take what they need beside it until the next step of one token"
+        )
     if architectures.has_outside_state(config):
         found.append("the model keeps a recurrent state in itself; it is not counted")
     layers = len(architectures.layer_specs(config))

@@ -19,7 +19,7 @@ from hf_paged_cache.view import PagedView
 from .measure import HeadSums, errors_of
 from .report import LayerErrors
 
-_ALSO_FULL = ("block_size", "max_tokens", "gpu_memory_utilization")
+_ALSO_FULL = ("block_size", "max_tokens", "max_cache_len", "gpu_memory_utilization")
 """Arguments that the full-precision cache takes, too; the others say how K and V are stored."""
 
 

@@ -13,6 +13,7 @@ import torch
 
 from hf_paged_cache import architectures, compat
 from hf_paged_cache.attention import paged_attention
+from hf_paged_cache.config import KVCacheDtype, LayerDtype, own_name
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 
 from .measure import kl_divergence, top1_agreement
@@ -23,10 +24,10 @@ from .report import CacheProfile, StepErrors
 def profile_cache(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDtype,
     steps: Sequence[int] = (10, 50, 100),
     *,
-    layer_dtypes: Mapping[int, str] | None = None,
+    layer_dtypes: Mapping[int, LayerDtype] | None = None,
     progress: bool = False,
     **cache_arguments: Any,
 ) -> CacheProfile:
@@ -70,7 +71,8 @@ def profile_cache(
             "compile=True is of no use here: compiled steps cannot be looked into; leave it away"
         )
     block_size = cache_arguments.get("block_size", 64)
-    if cache_arguments.get("max_tokens") is None and isinstance(block_size, int) and block_size > 0:
+    is_sized = any(cache_arguments.get(name) is not None for name in ("max_tokens", "max_cache_len"))
+    if not is_sized and isinstance(block_size, int) and block_size > 0:
         batch, tokens = input_ids.shape
         cache_arguments["max_tokens"] = batch * -(-tokens // block_size) * block_size
     run = partial(
@@ -78,11 +80,11 @@ def profile_cache(
         model,
         input_ids.to(compat.expected_device(model)),
         steps,
-        cache_arguments | {"kv_cache_dtype": kv_cache_dtype},
+        cache_arguments | {"kv_cache_dtype": own_name(kv_cache_dtype)},
         _EachOnce(),
         progress,
     )
-    return run({} if layer_dtypes is None else layer_dtypes, True)
+    return run({index: own_name(name) for index, name in (layer_dtypes or {}).items()}, True)
 
 
 def _profile(

@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.utils import find_executable_batch_size
 
 from eval.caches import CACHES
 from eval.errors import UsageError
 from eval.settings import Settings, resolve
 from eval.tasks import TASKS
+from hf_paged_cache import PagedCache
+from tests.chats import fill, prompt
+from tests.models import shared_model
 
 
 def _config(tmp_path: Path, text: str) -> Path:
@@ -43,6 +47,31 @@ def test_names_come_as_a_list_or_with_commas_and_keep_their_order(given: Any, na
 def test_all_is_every_one_in_the_order_of_the_table(given: Any) -> None:
     assert resolve(None, {"caches": given}).caches == tuple(CACHES)
     assert resolve(None, {"tasks": "all"}).tasks == tuple(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("float16", "float16")],
+)
+def test_dtypes_have_short_names(given: str, dtype: str) -> None:
+    assert resolve(None, {"dtype": given}).dtype == dtype
+
+
+def test_a_cache_may_be_named_by_the_name_of_vllm_for_its_format() -> None:
+    assert resolve(None, {"caches": "paged-fp8_e4m3,paged,paged-fp8"}).caches == ("paged-fp8", "paged")
+
+
+def test_accelerate_tries_a_smaller_batch_when_the_pool_is_exhausted() -> None:
+    model, sizes = shared_model("llama"), []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def run(batch_size: int) -> int:
+        sizes.append(batch_size)
+        fill(model, PagedCache(model, block_size=16, max_tokens=64), prompt(batch_size, 20))
+        return batch_size
+
+    assert (run(), sizes[0]) == (sizes[-1], 8)
+    assert sizes[-1] in (2, 3)  # of two blocks each, in a pool of 64 tokens and what three rows round up
 
 
 @pytest.mark.parametrize("given", ["512, 128,512", [512, 128], (128, "512")])

@@ -31,7 +31,10 @@ LSE_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """One shape and one set of options. `nulls` are (row, table column) pairs that are not stored."""
+    """One shape and one set of options.
+
+    `nulls` are (row, table column) pairs that are not stored, `offsets` columns before each row begins.
+    """
 
     name: str
     batch: int = 2
@@ -51,10 +54,17 @@ class Case:
     sinks: bool = False
     queries_are_last: bool = True
     nulls: tuple[tuple[int, int], ...] = ()
+    offsets: tuple[int, ...] = ()
 
     @property
     def q_heads(self) -> int:
         return self.kv_heads * self.group
+
+    def offset(self, row: int) -> int:
+        return self.offsets[row] if self.offsets else 0
+
+    def offsets_tensor(self) -> torch.Tensor | None:
+        return torch.tensor(self.offsets, dtype=torch.int32) if self.offsets else None
 
 
 @dataclass(eq=False)
@@ -247,6 +257,23 @@ CASES: tuple[Case, ...] = (
     Case("null_everything_but_sinks", nulls=((0, 0), (0, 1)), end=100, group=3, sinks=True),
     Case("null_with_mask", nulls=((0, 1),), mask="bool", end=200, group=3, q_tokens=2),
     Case("null_with_window", nulls=((1, 0), (1, 1)), window=60, end=190, group=3),
+    # Rows that begin later than the batch.
+    Case("offsets", offsets=(5, 70), end=200, group=3),
+    Case("offsets_are_whole_blocks", offsets=(64, 0), end=128, group=3),
+    Case("offsets_small_blocks_causal", offsets=(0, 37), block_size=16, q_tokens=4, causal=True, end=100),
+    Case("offsets_start_inside", offsets=(10, 90), start=37, end=150, group=3),
+    Case("offsets_window_q7", offsets=(13, 120), window=50, q_tokens=7, causal=True, end=150, group=3),
+    Case("offsets_hide_all", offsets=(130, 3), end=130, group=3),
+    Case("offsets_beyond_the_end", offsets=(200, 3), end=130, group=3, sinks=True),
+    Case("offsets_queries_before_the_row", offsets=(98, 0), q_tokens=4, causal=True, end=100, group=3),
+    Case("offsets_history", offsets=(50, 129, 140), batch=3, q_tokens=16, queries_are_last=False, end=130),
+    Case("offsets_history_window", offsets=(0, 40), window=20, q_tokens=9, queries_are_last=False, end=70),
+    Case("offsets_mask", offsets=(9, 65), mask="bool", q_tokens=2, group=3, end=100, block_size=32),
+    Case("offsets_mask_of_tokens", offsets=(9, 65), mask="bool_1d", group=3, start=5, end=100),
+    Case("offsets_bias_softcap_sinks", offsets=(9, 1), mask="bias", softcap=3.0, sinks=True, end=70),
+    Case("offsets_minus_inf", offsets=(20, 1), mask="minus_inf", end=70, group=2),
+    Case("offsets_null", offsets=(9, 40), nulls=((0, 1), (1, 0)), end=200, group=3),
+    Case("offsets_1300_tokens", offsets=(700, 20), kv_heads=1, group=3, end=1300),
 )
 
 
@@ -358,8 +385,10 @@ def _visible_and_bias(case: Case, mask: torch.Tensor | None) -> tuple[torch.Tens
     visible = torch.ones(shape, dtype=torch.bool)
     bias = torch.zeros(shape, dtype=torch.float64)
     for row, column in case.nulls:
-        first = column * case.block_size - case.start
+        first = column * case.block_size + case.offset(row) - case.start
         visible[row, :, :, max(first, 0) : max(first + case.block_size, 0)] = False
+    for row in range(case.batch):
+        visible[row, :, :, : max(case.offset(row) - case.start, 0)] = False
     for i in range(case.q_tokens):
         position = (case.end - case.q_tokens if case.queries_are_last else case.end) + i
         if case.causal:
@@ -389,9 +418,9 @@ def _store(
     for pool, dense in zip(pools, (keys, values), strict=True):
         poisoned = dense.masked_fill(~read[..., None], torch.nan)
         for row in range(case.batch):
-            for position in range(case.start, case.end):
-                block = table[row, position // case.block_size]
-                pool[block, 1, :, position % case.block_size] = poisoned[row, :, position - case.start]
-    for row, column in case.nulls:
-        table[row, column] = NULL_BLOCK
-    return LayerBlocks(pools[0][:, 1], pools[1][:, 1], table)
+            for column in range(max(case.start, case.offset(row)), case.end):
+                place, slot = divmod(column - case.offset(row), case.block_size)
+                pool[table[row, place], 1, :, slot] = poisoned[row, :, column - case.start]
+    for row, place in case.nulls:
+        table[row, place] = NULL_BLOCK
+    return LayerBlocks(pools[0][:, 1], pools[1][:, 1], table, offsets=case.offsets_tensor())

@@ -68,6 +68,12 @@ PREFILLS = (
     Prefill("bias_softcap", history_case(), 20, mask="bias", softcap=2.0),
     Prefill("minus_inf", history_case(), 20, mask="minus_inf"),
     Prefill("finfo_min", history_case(), 20, mask="finfo_min"),
+    Prefill("offsets", history_case(offsets=(7, 90)), 20),
+    Prefill("offsets_small_blocks_window", history_case(offsets=(7, 90), block_size=16), 50, window=70),
+    Prefill("offsets_end_in_the_fresh_tokens", history_case(end=16, offsets=(25, 3)), 40),
+    Prefill("offsets_end_in_the_fresh_tokens_bias", history_case(end=16, offsets=(25, 0)), 40, mask="bias"),
+    Prefill("offsets_few_queries_sinks", history_case(offsets=(64, 140)), 3, sinks=True, softcap=1.5),
+    Prefill("offsets_bool", history_case(offsets=(64, 1), start=37), 20, mask="bool"),
     Prefill("mask_and_nulls_and_window", history_case(nulls=((0, 0),)), 20, mask="bool", window=100),
 )
 
@@ -121,6 +127,8 @@ def visible_of(p: Prefill, mask: torch.Tensor | None) -> torch.Tensor:
     for row, column in p.case.nulls:
         first = column * p.case.block_size - p.case.start
         visible[row, ..., max(first, 0) : min(first + p.case.block_size, history)] = False
+    for row in range(p.case.batch):
+        visible[row, ..., : max(p.case.offset(row) - p.case.start, 0)] = False
     if mask is not None:
         visible &= mask if mask.dtype == torch.bool else ~mask.isneginf()
     return visible
@@ -167,4 +175,6 @@ def prefill_answer(
         for name, value in arguments.items()
     }
     stored = (x.to(device) for x in (problem.blocks.keys, problem.blocks.values, problem.blocks.table))
-    return attend_with_history(LayerBlocks(*stored), **arguments), want, arguments  # type: ignore[arg-type]
+    offsets = p.case.offsets_tensor()
+    blocks = LayerBlocks(*stored, offsets=None if offsets is None else offsets.to(device))
+    return attend_with_history(blocks, **arguments), want, arguments  # type: ignore[arg-type]

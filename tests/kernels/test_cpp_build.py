@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,15 +30,6 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A process that has loaded nothing yet, with an empty cache of its own."""
-    monkeypatch.setattr(cpu, "_loaded", None)
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("HF_PAGED_CACHE_CPU_ISA", "portable")
-    return tmp_path
-
-
 @needs_compiler
 def test_processes_that_compile_at_once_leave_one_good_library(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_PAGED_CACHE_DIR": str(tmp_path), "HF_PAGED_CACHE_CPU_ISA": "portable"}
@@ -55,54 +49,30 @@ def test_processes_that_compile_at_once_leave_one_good_library(tmp_path: Path) -
         assert [out.split() for out, _ in answers] == [["portable", "1"]] * 2
 
 
-@pytest.fixture
-def tiny_source(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A kernel of one function, which compiles at once."""
-    sources = tmp_path_factory.mktemp("sources")
-    (sources / "attention.cpp").write_text(
-        'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
-    )
-    monkeypatch.setattr(build, "_SOURCE_DIR", sources)
-    monkeypatch.setattr(build, "_SOURCES", ("attention.cpp",))
-
-
 @needs_compiler
-@pytest.mark.usefixtures("tiny_source")
-def test_a_compiled_library_is_kept_and_a_damaged_one_is_compiled_again(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("tiny_source", "fresh")
+def test_arguments_of_the_compiler_and_more_flags_are_used_and_mean_another_file(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compiled: list[Path] = []
-    compile_kernel = build._compile
-    monkeypatch.setattr(
-        build, "_compile", lambda command, path: (compiled.append(path), compile_kernel(command, path))
-    )
-    assert build.load().handle.answer() == 42
-    assert build.load().handle.answer() == 42
-    assert len(compiled) == 1
-    (kept,) = fresh.iterdir()
-
-    other = fresh / "other"  # a name once loaded is not read again, so the damaged file lies elsewhere
-    other.mkdir()
-    (other / kept.name).write_bytes(b"not a library")
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(other))
-    assert build.load().handle.answer() == 42
-    assert len(compiled) == 2
-    assert [path.name for path in other.iterdir()] == [kept.name]
-
-
-@needs_compiler
-@pytest.mark.usefixtures("tiny_source")
-def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (fresh / "file").write_text("")
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(fresh / "file" / "below"))
-    assert build.load().handle.answer() == 42
-    assert [path.name for path in fresh.iterdir()] == ["file"]
+    plain = build.load()
+    monkeypatch.setenv("HF_PAGED_CACHE_CXXFLAGS", "-DANSWER=7 '-DTWO=\"a b\"'")
+    more = build.load()
+    monkeypatch.setenv("HF_PAGED_CACHE_CXXFLAGS", "")
+    monkeypatch.setenv("CXX", f"{shlex.join(build.find_compiler()[0])} -DANSWER=8")
+    argument = build.load()
+    assert [kernel.handle.answer() for kernel in (plain, more, argument)] == [42, 7, 8]
+    assert len({kernel.stem for kernel in (plain, more, argument)}) == 3
 
 
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
         ({"PATH": "/nowhere", "CXX": ""}, ["No C++ compiler", "g++", "Install"]),
+        ({"CXX": "g++ 'one"}, ["CXX", "no command line", "No closing quotation"]),
+        ({"CXX": "''"}, ["No C++ compiler", "CXX"]),
+        ({"CXX": "/"}, ["No C++ compiler", "CXX"]),
+        ({"HF_PAGED_CACHE_CXXFLAGS": '"'}, ["HF_PAGED_CACHE_CXXFLAGS", "no command line"]),
+        ({"HF_PAGED_CACHE_CXXFLAGS": "--no-such-flag"}, ["failed with status 1", "--no-such-flag"]),
         ({"CXX": "/nowhere/c++ -m64"}, ["No C++ compiler", "CXX", "/nowhere/c++"]),
         ({"CXX": "false"}, ["'false'", "failed with status 1"]),
         ({"HF_PAGED_CACHE_CPU_ISA": "sse9"}, ["HF_PAGED_CACHE_CPU_ISA", "'sse9'", "portable"]),
@@ -121,15 +91,124 @@ def test_why_there_is_no_kernel_is_said_in_a_sentence(
     assert list(fresh.iterdir()) == []
 
 
-def test_a_failing_compiler_is_quoted(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SCRIPTS = {
+    "fails": ('echo "x.h:1: error: no such luck" >&2; exit 4', ["status 4: x.h:1: error: no such luck"]),
+    "writes nothing": ("exit 0", ["cannot be compiled", "No such file"]),
+    "writes garbage": (
+        'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"',
+        ["does not load", "file too short"],
+    ),
+    "prints garbage": (r"printf '\377\376 error \377'; exit 1", ["failed with status 1", "error"]),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_compiler_that_does_not_compile_is_quoted_and_leaves_nothing(
+    name: str, fresh: Path, temporary: Path, compiler_script: Callable[[str], None]
+) -> None:
+    script, words = SCRIPTS[name]
+    compiler_script(script)
+    reason = cpu.unavailable_reason()
+    assert reason is not None
+    assert [word for word in words if word not in reason] == [], reason
+    assert [*fresh.iterdir(), *temporary.iterdir()] == []
+
+
+@needs_compiler
+@pytest.mark.usefixtures("tiny_source")
+def test_a_library_without_a_function_of_the_kernel_is_neither_used_nor_kept(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_EXPORTS", ("answer", "paged_decode"))
+    assert "no function paged_decode" in str(cpu.unavailable_reason())
+    assert list(fresh.iterdir()) == []
+
+
+@pytest.fixture
+def compiler_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a shell script the compiler; it answers when it is asked for its version."""
+
+    def make(body: str) -> None:
+        path = tmp_path / "c++"
+        path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n{body}\n')
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+
+    return make
+
+
+HANGS = 'sleep 600 & echo $! > "{pids}/$!.new"; mv "{pids}/$!.new" "{pids}/$!"; wait'
+"""A driver, and a part of it that goes on by itself where only the driver is killed."""
+
+
+def assert_ended(pid: int) -> None:
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} goes on")
+
+
+def test_a_compiler_that_hangs_is_ended_with_what_it_has_started(
+    fresh: Path,
+    temporary: Path,
+    tmp_path: Path,
+    compiler_script: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    compiler_script(HANGS.format(pids=pids))
+    monkeypatch.setattr(build, "_COMPILE_TIMEOUT_S", 0.5)
+    assert "has not finished after" in str(cpu.unavailable_reason())
+    started = [int(path.name) for path in pids.iterdir() if path.suffix != ".new"]
+    assert started
+    for pid in started:
+        assert_ended(pid)
+    assert [*fresh.iterdir(), *temporary.iterdir()] == []
+
+
+def test_a_version_that_never_comes_is_not_waited_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = fresh / "c++"
-    script.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.h:1: error: no such luck" >&2\nexit 4\n'
-    )
+    script.write_text("#!/bin/sh\nsleep 600\n")  # the script ends, what holds its pipe would not
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    assert "status 4: x.h:1: error: no such luck" in str(cpu.unavailable_reason())
-    assert [path.name for path in fresh.iterdir()] == ["c++"]
+    monkeypatch.setattr(build, "_VERSION_TIMEOUT_S", 0.2)
+    assert "has not said its version" in str(cpu.unavailable_reason())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("tiny_source")
+def test_an_interrupt_ends_the_compilers_and_the_next_call_compiles(
+    fresh: Path,
+    temporary: Path,
+    tmp_path: Path,
+    compiler_script: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    compiler_script(HANGS.format(pids=pids))
+
+    def interrupted(seconds: float) -> None:
+        if any(path.suffix != ".new" for path in pids.iterdir()):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build.time, "sleep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cpu.unavailable_reason()
+    for path in pids.iterdir():
+        assert_ended(int(path.name.partition(".")[0]))
+    assert [*fresh.iterdir(), *temporary.iterdir()] == []
+    assert cpu._loaded is None
+
+    monkeypatch.delenv("CXX")
+    assert build.load().handle.answer() == 42
 
 
 @pytest.mark.parametrize(

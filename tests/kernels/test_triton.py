@@ -60,7 +60,10 @@ def on_device(problem: Problem) -> Problem:
         mask=None if a.mask is None else a.mask.to(DEVICE),
         sinks=None if a.sinks is None else a.sinks.to(DEVICE),
     )
-    placed = LayerBlocks(blocks.keys.to(DEVICE), blocks.values.to(DEVICE), blocks.table.to(DEVICE))
+    placed = LayerBlocks(
+        *(blocks.keys.to(DEVICE), blocks.values.to(DEVICE), blocks.table.to(DEVICE)),
+        offsets=None if blocks.offsets is None else blocks.offsets.to(DEVICE),
+    )
     return replace(problem, blocks=placed, attention=moved)
 
 
@@ -264,6 +267,9 @@ class Launches:
 
     def __init__(self) -> None:
         self.grids: list[tuple[int, ...]] = []
+
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles nothing either."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         self.grids.append(grid)

@@ -18,7 +18,7 @@ from hf_paged_cache.formats.record import KVFormat, Side
 from hf_paged_cache.kernels import gpu, reference
 from hf_paged_cache.kernels.problem import NULL_BLOCK, Attention, LayerBlocks, RowLengths, dense_entry
 from tests.kernels.cases import CASES, Case, Problem, assert_answers, rms_ratio, smaller
-from tests.kernels.quantised import FORMAT_NAMES, Dense, build_quantised, form_of
+from tests.kernels.quantised import FORMAT_NAMES, TOLERANCE, Dense, build_quantised, form_of
 
 pytest.importorskip("triton")
 
@@ -29,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PER_TOKEN = tuple(name for name, form in FORMATS.items() if form.is_per_token)
 
-TOLERANCE = {
-    torch.float32: 1e-5,  # codes times scales and zeros are added up apart, and partly cancel
-    torch.bfloat16: 3e-3,
-    torch.float16: 6e-4,  # rotated queries, and K of 4 bits less their zeros, have 12 bits
-}
 HALF_LSE_TOLERANCE = 2e-3
 """Absolute, in nats: scores of queries and keys around 4, with 12 bits each."""
 
@@ -67,7 +62,8 @@ def on_device(problem: Problem) -> Problem:
         sinks=None if a.sinks is None else a.sinks.to(DEVICE),
     )
     placed = LayerBlocks(
-        b.keys.to(DEVICE), b.values.to(DEVICE), b.table.to(DEVICE), None, b.records.to(DEVICE), b.form
+        *(b.keys.to(DEVICE), b.values.to(DEVICE), b.table.to(DEVICE), None, b.records.to(DEVICE), b.form),
+        offsets=None if b.offsets is None else b.offsets.to(DEVICE),
     )
     return replace(problem, blocks=placed, attention=moved)
 
@@ -143,7 +139,7 @@ def test_dense_columns_may_be_known_unknown_all_or_none(start: int) -> None:
     problem = build_quantised(case, form_of("int4", case))
     check(problem)
     placed = on_device(problem)
-    placed.blocks.dense_columns = (0, 6)
+    placed.blocks.dense_columns = ((0, 6),)
     with refuses_to_wait() if DEVICE == "cuda" else noting_nothing():
         got = gpu.decode(placed.blocks, placed.attention)
     assert_answers(problem, got.cpu(), tolerance=TOLERANCE[torch.float32])
@@ -322,6 +318,9 @@ class Launches:
     def __init__(self) -> None:
         self.grids: list[tuple[int, ...]] = []
 
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles nothing either."""
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         self.grids.append(grid)
         return lambda *args, **kwargs: None
@@ -410,7 +409,7 @@ def test_a_step_does_not_wait_for_the_device(name: str, request: pytest.FixtureR
     dense = not form.format.is_per_token
     entries = [[dense_entry(0), 7, dense_entry(1)]] if dense else [[4, 7, 2]]
     blocks = empty_blocks(form, entries)
-    blocks.dense_columns = (0, 2) if dense else ()
+    blocks.dense_columns = ((0, 2),) if dense else ()
     blocks.fault = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     blocks.lengths = RowLengths(41, torch.full((1,), 41, dtype=torch.int32, device=DEVICE))
     step(blocks, 40)  # compiles

@@ -78,7 +78,7 @@ def specialise(variant: Variant, target: Target) -> Specialised:
     """
     for function in _DEPEND_ON_THE_DEVICE:
         function.cache_clear()  # no process has two kinds of devices
-    driver.set_active(_Device(gpu_target(target)))
+    driver.set_active(_Device(target))
     with _caught() as caught:
         variant.launch(records_module if variant.of_records else launch_module)
     assert variant.kernel in caught, f"'{variant.name}' starts {sorted(caught)}, not {variant.kernel}"
@@ -88,14 +88,18 @@ def specialise(variant: Variant, target: Target) -> Specialised:
 class _Device:
     """As much of a Triton driver as a launch asks for before it compiles."""
 
-    def __init__(self, target: GPUTarget) -> None:
+    def __init__(self, target: Target) -> None:
         self._target = target
+        self.utils = self
 
     def get_current_target(self) -> GPUTarget:
-        return self._target
+        return gpu_target(self._target)
 
     def get_current_device(self) -> str:
-        return str(self._target)  # Triton keeps what it knows by device, which must not outlive a target
+        return self._target.name  # Triton keeps what it knows by device, which must not outlive a target
+
+    def get_device_properties(self, device: str) -> dict[str, int]:
+        return {"max_shared_mem": self._target.shared_bytes}
 
     def get_current_stream(self, device: str) -> int:
         return 0

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(variants))
         return OK
     if find_spec("triton") is None:
-        return _cannot("triton is not installed: pip install 'triton>=3.6'")
+        return _cannot("triton is not installed: pip install 'hf-paged-cache[triton]'")
     began = time.perf_counter()
     pairs = [(v, t) for v in variants for t in targets if all_variants()[v].is_for(t)]
     binaries, failures = _compile_all(pairs, options.jobs, options.verbose)

@@ -9,7 +9,7 @@ import torch
 
 from hf_paged_cache.formats import FORMATS, RecordFormat, kv_format
 
-from .variants import Model, Variant, mask_of, piece_bits, table, tensor
+from .variants import Model, Variant, mask_of, offsets, piece_bits, table, tensor
 
 _SLOTS = 200
 _LLAMA = Model()
@@ -42,7 +42,8 @@ def _attend(
     batch: int = 8,
     mask: str | None = None,
     sinks: bool = False,
-    dense_columns: tuple[int, ...] = (),
+    dense_columns: tuple[tuple[int, ...], ...] = (),
+    padded: bool = False,
     group_size: int = 32,
     bits: int | None = None,
     **options: Any,
@@ -58,6 +59,7 @@ def _attend(
             model.query(q_tokens, batch),
             tokens=tokens,
             dense_columns=dense_columns,
+            offsets=offsets(batch) if padded else None,
             scale=0.125,
             mask=mask and mask_of(mask, model, q_tokens, tokens, batch),
             sinks=tensor(model.kv_heads * model.group, dtype=model.dtype) if sinks else None,
@@ -70,7 +72,9 @@ def _attend(
     return Variant(name, kernel, launch, bits, of_records=True)
 
 
-def _write(name: str, form_name: str, model: Model, *, tokens: int = 1, group_size: int = 32) -> Variant:
+def _write(
+    name: str, form_name: str, model: Model, *, tokens: int = 1, group_size: int = 32, padded: bool = False
+) -> Variant:
     form = _form(form_name, model, group_size)
 
     def launch(module: Any) -> None:
@@ -82,12 +86,15 @@ def _write(name: str, form_name: str, model: Model, *, tokens: int = 1, group_si
             *model.new(tokens),
             fault=tensor(2, dtype=torch.int32),
             dense=not form.format.is_per_token,
+            offsets=offsets() if padded else None,
         )
 
     return Variant(name, "write_records_kernel", launch, model.piece_bits, of_records=True)
 
 
-def _encode(name: str, form_name: str, model: Model, *, seal: bool, group_size: int = 32) -> Variant:
+def _encode(
+    name: str, form_name: str, model: Model, *, seal: bool, group_size: int = 32, padded: bool = False
+) -> Variant:
     form = _form(form_name, model, group_size)
 
     def launch(module: Any) -> None:
@@ -102,8 +109,8 @@ def _encode(name: str, form_name: str, model: Model, *, seal: bool, group_size: 
                 table()[0],
                 *model.new(512),
                 0,
-                range(1, 8),
                 fault=tensor(2, dtype=torch.int32),
+                offsets=offsets() if padded else None,
             )
 
     return Variant(name, "encode_records_kernel", launch, model.piece_bits, of_records=True)
@@ -119,9 +126,18 @@ def record_rows() -> list[Variant]:
         *(_attend(f"{name} decode", name) for name in FORMATS),
         _attend("int8 history", "int8", **history),
         _attend("int4 history", "int4", **history),
-        _attend("int4 dense blocks", "int4", kernel="attend_kernel", dense_columns=(0, 127)),
-        _attend("int4 merge", "int4", kernel="merge_records_kernel", dense_columns=(0, 127)),
+        _attend("int4 dense blocks", "int4", kernel="attend_kernel", dense_columns=((0, 127),)),
+        _attend("int4 merge", "int4", kernel="merge_records_kernel", dense_columns=((0, 127),)),
+        *(_attend(f"{name} decode begins later", name, padded=True) for name in ("int8", "int4")),
+        _attend(
+            "int4 dense blocks begin later",
+            "int4",
+            kernel="attend_kernel",
+            dense_columns=((0, 127), (0, 99)),
+            padded=True,
+        ),
         _write("int8 write", "int8", Model()),
+        _write("int8 write begins later", "int8", Model(), padded=True),
         _encode("int4 seal", "int4", Model(), seal=True),
     ]
     others = [
@@ -132,7 +148,7 @@ def record_rows() -> list[Variant]:
         _attend("int8 decode d97", "int8", d97),
         _attend("int8 prefill rows", "int8", mask="rows", q_tokens=256),
         # 64 tokens of 32 bytes are 8 for each of the 256 threads of an AMD program.
-        _attend("int4 decode d64 padding", "int4", d64, mask="padding", dense_columns=(0, 127), bits=64),
+        _attend("int4 decode d64 padding", "int4", d64, mask="padding", dense_columns=((0, 127),), bits=64),
         _attend("int4 decode d80", "int4", d80),
         _attend("int4 decode d256", "int4", d256),
         _attend("int4 prefill window padding", "int4", mask="padding", window=1024, causal=True, **history),
@@ -142,6 +158,7 @@ def record_rows() -> list[Variant]:
         _write("int4_group write d80", "int4_group", d80, tokens=512, group_size=20),
         _write("int4 write", "int4", Model()),
         _encode("int4 encode d80", "int4", d80, seal=False),
+        _encode("int4 encode begins later", "int4", Model(), seal=False, padded=True),
         _encode("int8_block seal d97", "int8_block", d97, seal=True),
         _encode("int8 seal d64", "int8", d64, seal=True),
         _encode("fp8 seal", "fp8", Model(), seal=True),

@@ -62,9 +62,17 @@ TARGETS = {
     for target in (
         Target("sm_80", "cuda", 80, 32, 163 * _KIB, 164 * _KIB, _KIB, 64),
         Target("sm_86", "cuda", 86, 32, 99 * _KIB, 100 * _KIB, _KIB, 48),
+        Target("sm_89", "cuda", 89, 32, 99 * _KIB, 100 * _KIB, _KIB, 48),
         Target("sm_90", "cuda", 90, 32, 227 * _KIB, 228 * _KIB, _KIB, 64),
         Target("sm_100", "cuda", 100, 32, 227 * _KIB, 228 * _KIB, _KIB, 64, has_tensor_memory=True),
+        Target("sm_120", "cuda", 120, 32, 99 * _KIB, 100 * _KIB, _KIB, 48),
+        Target("gfx90a", "hip", "gfx90a", 64, 64 * _KIB, 64 * _KIB, 0, _AMD_SIMDS * _WARPS_PER_AMD_SIMD),
         Target("gfx942", "hip", "gfx942", 64, 64 * _KIB, 64 * _KIB, 0, _AMD_SIMDS * _WARPS_PER_AMD_SIMD),
     )
 }
-"""A100, A10 and RTX 30, H100 and H200, B200, MI300."""
+"""A100, A10 and RTX 30, L4 and RTX 40, H100 and H200, B200, RTX 50, MI200, MI300.
+
+gfx950 (MI350) runs what is made for gfx942 and has more shared memory; its int4 kernels take so many
+registers that one program fits. Others are refused at run time: see `gpu.LOWEST_CAPABILITY` and
+`gpu.AMD_ARCHITECTURES`.
+"""

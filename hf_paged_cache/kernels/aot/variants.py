@@ -98,6 +98,11 @@ def table(batch: int = 8, columns: int = 128) -> tuple[torch.Tensor, torch.Tenso
     return tensor(batch, columns, dtype=torch.int32), tensor(batch, dtype=torch.int32)
 
 
+def offsets(batch: int = 8) -> torch.Tensor:
+    """Columns before each row begins."""
+    return tensor(batch, dtype=torch.int32)
+
+
 def mask_of(kind: str, model: Model, q_tokens: int, tokens: int, batch: int = 8) -> torch.Tensor:
     """`padding` is one for all queries of a row, `rows` and `additive` differ between queries."""
     if kind == "padding":
@@ -115,6 +120,7 @@ def _attend(
     batch: int = 8,
     mask: str | None = None,
     sinks: bool = False,
+    padded: bool = False,
     **options: Any,
 ) -> Variant:
     def launch(module: Any) -> None:
@@ -123,6 +129,7 @@ def _attend(
             *model.pools(),
             *table(batch),
             tokens=tokens,
+            offsets=offsets(batch) if padded else None,
             scale=0.125,
             mask=mask and mask_of(mask, model, q_tokens, tokens, batch),
             sinks=tensor(model.kv_heads * model.group, dtype=model.dtype) if sinks else None,
@@ -140,9 +147,10 @@ def _dense(name: str, model: Model, *, tokens: int = 512, batch: int = 8, **opti
     return Variant(name, "attend_kernel", launch, model.piece_bits)
 
 
-def _write(name: str, model: Model, tokens: int = 1) -> Variant:
+def _write(name: str, model: Model, tokens: int = 1, *, padded: bool = False) -> Variant:
     def launch(module: Any) -> None:
-        module.write(*model.pools(), *table(), *model.new(tokens))
+        begin = offsets() if padded else None
+        module.write(*model.pools(), *table(), *model.new(tokens), offsets=begin)
 
     return Variant(name, "write_kernel", launch, model.piece_bits)
 
@@ -165,6 +173,8 @@ def _decode_rows() -> list[Variant]:
         _attend("decode window", window=4096, causal=True),
         _attend("decode window softcap d256", Model(head_dim=256, group=2), window=4096, softcap=50.0),
         _attend("decode padding", mask="padding"),
+        _attend("decode begins later", padded=True),
+        _attend("decode begins later padding", mask="padding", padded=True),
         _attend("decode additive", mask="additive"),
         _attend("decode additive fp32", Model(_FP32), mask="additive"),
         _attend("decode d64", Model(head_dim=64)),
@@ -189,6 +199,7 @@ def _prefill_rows() -> list[Variant]:
     many: dict[str, Any] = {"q_tokens": 256, "causal": True}
     return [
         _attend("history", q_tokens=256, batch=32),
+        _attend("history begins later", q_tokens=256, batch=32, padded=True),
         _attend("history split", q_tokens=256, batch=1, splits=4),
         _attend("prefill fp16", Model(_FP16), **many),
         _attend("prefill fp32", Model(_FP32), **many),
@@ -218,6 +229,7 @@ def _other_rows() -> list[Variant]:
         _attend("merge sinks d97", Model(head_dim=97), kernel="merge_kernel", splits=8, sinks=True),
         _attend("merge d256 fp32", Model(_FP32, head_dim=256), kernel="merge_kernel", splits=8, softcap=50.0),
         _write("write one", Model()),
+        _write("write one begins later", Model(), padded=True),
         _write("write many", Model(), tokens=512),
         _write("write fp16 d80", Model(_FP16, head_dim=80)),
         _write("write fp32 d256", Model(_FP32, head_dim=256)),

@@ -7,6 +7,7 @@ torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_thr
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 import threading
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.cpu import build, layout
 from hf_paged_cache.kernels.problem import Attention, LayerBlocks
 from hf_paged_cache.kernels.reference import unstorable
+
+logger = logging.getLogger("hf_paged_cache")
 
 _MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
@@ -33,6 +36,8 @@ _UNSTORABLE_KEYS = 3
 _UNSTORABLE_VALUES = 4
 _PART_OF_A_BLOCK = 5
 
+_ANY_LENGTH = 1 << 62
+
 _load_lock = threading.Lock()
 _loaded: build.Library | str | None = None
 
@@ -45,7 +50,7 @@ class _Native:
     """
 
     record: bytes
-    tensors: tuple[torch.Tensor | None, ...]  # keys, values, table, records
+    tensors: tuple[torch.Tensor | None, ...]  # keys, values, table, records, offsets
     shape: tuple[int, int, int]  # batch, head_dim, kv_heads
     v_head_dim: int
     capacity_tokens: int
@@ -63,6 +68,8 @@ def _load() -> build.Library | str:
                 _loaded = str(error)
             else:
                 _declare(library.handle)
+                if library.problems:
+                    logger.warning(" ".join(library.problems))
                 _loaded = library
         return _loaded
 
@@ -113,12 +120,13 @@ def _is_prepared(blocks: LayerBlocks) -> bool:
     native = blocks.native
     if type(native) is not _Native:
         return False
-    keys, values, table, records = native.tensors
+    keys, values, table, records, offsets = native.tensors
     return (
         keys is blocks.keys
         and values is blocks.values
         and table is blocks.table
         and records is blocks.records
+        and offsets is blocks.offsets
     )
 
 
@@ -132,12 +140,14 @@ def _prepare(blocks: LayerBlocks) -> _Native:
         raise AssertionError(f"the C++ kernel was given blocks that it does not support: {reason}")
     _, kv_heads, block_size, head_dim = blocks.keys.shape
     batch, max_blocks = blocks.table.shape
+    # Rows that begin later reach further; the library looks at the table's width itself.
+    capacity = max_blocks * block_size if blocks.offsets is None else _ANY_LENGTH
     native = _Native(
         layout.pack(blocks),
-        (blocks.keys, blocks.values, blocks.table, blocks.records),
+        (blocks.keys, blocks.values, blocks.table, blocks.records, blocks.offsets),
         (batch, head_dim, kv_heads),
         blocks.values.shape[3],
-        max_blocks * block_size,
+        capacity,
         blocks.keys.dtype,
     )
     blocks.native = native
@@ -275,8 +285,10 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
             f"tokens [{start}, {end}) of blocks for {native.capacity_tokens} cannot be gathered from records"
         )
     batch, head_dim, kv_heads = native.shape
-    keys = torch.empty((batch, kv_heads, end - start, head_dim), dtype=native.dtype)
-    values = torch.empty((batch, kv_heads, end - start, native.v_head_dim), dtype=native.dtype)
+    # What stands before a row begins is not visited.
+    new = torch.empty if blocks.offsets is None else torch.zeros
+    keys = new((batch, kv_heads, end - start, head_dim), dtype=native.dtype)
+    values = new((batch, kv_heads, end - start, native.v_head_dim), dtype=native.dtype)
     wanted = _GATHER.pack(keys.data_ptr(), values.data_ptr(), start, end, torch.get_num_threads())
     if status := _handle().paged_gather(native.record, wanted):
         _fail(status)

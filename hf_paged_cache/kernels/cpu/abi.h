@@ -42,7 +42,12 @@ struct Blocks {
   std::int64_t batch, max_blocks, kv_heads, block_size, head_dim, v_head_dim;
   std::int64_t element_type;
   Records records;
+  const std::int32_t* offsets;  // null, or [batch]: columns before the first that is stored
 };
+
+inline std::int64_t offset_of(const Blocks& blocks, std::int64_t b) {
+  return blocks.offsets == nullptr ? 0 : blocks.offsets[b];
+}
 
 constexpr std::int32_t kNullBlock = -1;
 
@@ -58,7 +63,7 @@ enum MaskType : std::int64_t {
   kFloat16Mask = 4
 };
 
-// One attention call over stored tokens [start, end).
+// One attention call over columns [start, end).
 struct Call {
   const char* query;  // [batch, q_heads, q_tokens, head_dim]
   std::int64_t query_batch_stride, query_head_stride, query_token_stride;
@@ -71,7 +76,7 @@ struct Call {
   const float* sinks;        // null, or [q_heads]
   std::int64_t window;       // 0: none
   std::int64_t causal;       // 0 or 1
-  std::int64_t first_query;  // stored position of query 0
+  std::int64_t first_query;  // column of query 0
   const char* mask;          // [batch, q_heads, q_tokens, end - start] by strides, which may be 0
   std::int64_t mask_type;
   std::int64_t mask_batch_stride, mask_head_stride, mask_query_stride, mask_token_stride;

@@ -35,7 +35,8 @@ inline int worker_id() {
 struct VisibleBlock {
   std::int32_t entry;  // of the table
   bool masked;
-  std::int64_t first;  // position of the first token to read
+  std::int64_t first;  // column of the first token to read
+  std::int64_t slot;   // of it, in the block
   int tokens;
 };
 
@@ -75,11 +76,9 @@ class Attention {
     first_token_ = call.start;
     if (call.window != 0) first_token_ = std::max(call.start, call.first_query - call.window + 1);
     first_token_ = std::min(first_token_, call.end);
-    first_block_ = first_token_ / blocks.block_size;
-    num_blocks_ = (call.end + blocks.block_size - 1) / blocks.block_size - first_block_;
     splits_ =
-        std::max<std::int64_t>(1, std::min({(kTasksPerThread * threads_ + blocks.batch - 1) / blocks.batch,
-                                            (call.end - first_token_) / kMinTokensPerSplit, num_blocks_}));
+        std::max<std::int64_t>(1, std::min((kTasksPerThread * threads_ + blocks.batch - 1) / blocks.batch,
+                                           (call.end - first_token_) / kMinTokensPerSplit));
     sums_stride_ = round_up(blocks.v_head_dim, kPair);
   }
 
@@ -90,7 +89,9 @@ class Attention {
     sums_floats_ = partial_rows * sums_stride_;
     partial_bytes_ =
         round_up(sums_floats_ * 4 + partial_rows * static_cast<std::int64_t>(sizeof(Softmax)), 64);
-    visible_bytes_ = round_up(num_blocks_ * static_cast<std::int64_t>(sizeof(VisibleBlock)), 64);
+    // Tokens that lie anyhow touch one block more than they fill.
+    const std::int64_t most_blocks = (call_.end - first_token_) / blocks_.block_size + 2;
+    visible_bytes_ = round_up(most_blocks * static_cast<std::int64_t>(sizeof(VisibleBlock)), 64);
     worker_bytes_ = round_up(layer_.worker_bytes(), 64) + visible_bytes_;
     memory_ = scratch.reserve(partials * partial_bytes_ + threads_ * worker_bytes_);
     if (memory_ == nullptr) return kOutOfMemory;
@@ -130,8 +131,14 @@ class Attention {
     std::memset(result.sums, 0, static_cast<std::size_t>(sums_floats_) * 4);
     std::fill(result.softmax, result.softmax + Layer::kParts * rows_, Softmax());
 
-    const std::int64_t count = find_visible(b, first_block_ + num_blocks_ * split / splits_,
-                                            first_block_ + num_blocks_ * (split + 1) / splits_, visible);
+    // Blocks are counted from the row's own first token.
+    const std::int64_t offset = offset_of(blocks_, b);
+    const std::int64_t first = std::max<std::int64_t>(first_token_ - offset, 0) / blocks_.block_size;
+    const std::int64_t end = std::max<std::int64_t>(call_.end - offset, 0);
+    const std::int64_t blocks =
+        std::max<std::int64_t>((end + blocks_.block_size - 1) / blocks_.block_size - first, 0);
+    const std::int64_t count = find_visible(b, offset, first + blocks * split / splits_,
+                                            first + blocks * (split + 1) / splits_, visible);
     if (count > 0) layer_.prepare(b, worker);
     for (std::int64_t j = 0; j < count; ++j) {
       layer_.attend(b, visible[j], j + 1 < count ? visible + j + 1 : nullptr, worker, result);
@@ -142,8 +149,13 @@ class Attention {
   }
 
   // The blocks among [from, to) of row b that are stored and not wholly masked.
-  std::int64_t find_visible(std::int64_t b, std::int64_t from, std::int64_t to, VisibleBlock* visible) {
+  std::int64_t find_visible(std::int64_t b, std::int64_t offset, std::int64_t from, std::int64_t to,
+                            VisibleBlock* visible) {
     std::int64_t count = 0;
+    if (to > blocks_.max_blocks) {
+      status_ = kBlockOutOfRange;
+      return 0;
+    }
     for (std::int64_t j = from; j < to; ++j) {
       const std::int32_t entry = blocks_.table[b * blocks_.max_blocks + j];
       if (entry == kNullBlock) continue;
@@ -151,11 +163,12 @@ class Attention {
         status_ = kBlockOutOfRange;
         continue;
       }
-      const std::int64_t first = std::max(first_token_, j * blocks_.block_size);
-      const int tokens = static_cast<int>(std::min(call_.end, (j + 1) * blocks_.block_size) - first);
+      const std::int64_t start = j * blocks_.block_size + offset;
+      const std::int64_t first = std::max(first_token_, start);
+      const int tokens = static_cast<int>(std::min(call_.end, start + blocks_.block_size) - first);
       const Seen seen = seen_by_row(call_, b, first - call_.start, tokens);
       if (seen == Seen::kNone) continue;
-      visible[count++] = {entry, seen == Seen::kSome, first, tokens};
+      visible[count++] = {entry, seen == Seen::kSome, first, first - start, tokens};
     }
     return count;
   }
@@ -206,7 +219,7 @@ class Attention {
   const Call& call_;
   const Layer layer_;
   std::int64_t threads_, rows_, splits_;
-  std::int64_t first_token_, first_block_, num_blocks_;
+  std::int64_t first_token_;
   std::int64_t sums_stride_, sums_floats_ = 0, partial_bytes_ = 0, visible_bytes_ = 0, worker_bytes_ = 0;
   char* memory_ = nullptr;
   char* workers_ = nullptr;

@@ -40,17 +40,16 @@ extern "C" __attribute__((visibility("default"))) int paged_write(const paged::B
       status = paged::kBlockOutOfRange;
       continue;
     }
-    const int64_t slot = p.from % blocks.block_size;
     const int64_t token = p.from - fresh.start;
     paged::copy_bytes(blocks.keys + element * (p.entry * blocks.key_block_stride +
-                                               p.h * blocks.key_head_stride + slot * blocks.key_token_stride),
+                                               p.h * blocks.key_head_stride + p.slot * blocks.key_token_stride),
                       element * blocks.key_token_stride,
                       fresh.keys + element * (p.b * fresh.key_batch_stride + p.h * fresh.key_head_stride +
                                               token * fresh.key_token_stride),
                       element * fresh.key_token_stride, p.to - p.from, key_bytes);
     paged::copy_bytes(
         blocks.values + element * (p.entry * blocks.value_block_stride + p.h * blocks.value_head_stride +
-                                   slot * blocks.value_token_stride),
+                                   p.slot * blocks.value_token_stride),
         element * blocks.value_token_stride,
         fresh.values + element * (p.b * fresh.value_batch_stride + p.h * fresh.value_head_stride +
                                   token * fresh.value_token_stride),

@@ -31,13 +31,12 @@ template <class Row>
 Tile<Row> dense_tile(const Blocks& blocks, std::int64_t slot_of_pool, const VisibleBlock& block,
                      std::int64_t h) {
   using Element = typename Row::Element;
-  const std::int64_t slot = block.first % blocks.block_size;
   const Element* keys = reinterpret_cast<const Element*>(blocks.keys) +
                         slot_of_pool * blocks.key_block_stride + h * blocks.key_head_stride +
-                        slot * blocks.key_token_stride;
+                        block.slot * blocks.key_token_stride;
   const Element* values = reinterpret_cast<const Element*>(blocks.values) +
                           slot_of_pool * blocks.value_block_stride + h * blocks.value_head_stride +
-                          slot * blocks.value_token_stride;
+                          block.slot * blocks.value_token_stride;
   return {keys, values, block.first, block.tokens, block.masked, 0, 0};
 }
 

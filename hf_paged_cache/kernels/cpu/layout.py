@@ -23,8 +23,8 @@ _CODECS = {
     "int4_group": 6,
 }
 
-# Field by field: K, V and table; their strides; shapes; records; how K lie in one; how V do.
-_BLOCKS = struct.Struct("=3q 1q 3q 3q 6q 1q 5q 4q 4q")
+# Field by field: K, V and table; their strides; shapes; records; how K lie in one; how V do; offsets.
+_BLOCKS = struct.Struct("=3q 1q 3q 3q 6q 1q 5q 4q 4q 1q")
 _NO_RECORDS = (0,) * 13
 
 
@@ -72,11 +72,17 @@ def pack(blocks: LayerBlocks) -> bytes:
         )
     num_blocks, kv_heads, block_size, head_dim = keys.shape
     batch, max_blocks = table.shape
+    offsets = blocks.offsets
+    if offsets is not None and (
+        offsets.shape != (batch,) or offsets.dtype != torch.int32 or not offsets.is_contiguous()
+    ):
+        raise AssertionError(f"offsets {tuple(offsets.shape)} {offsets.dtype} are not int32 of {batch} rows")
     return _BLOCKS.pack(
         *(keys.data_ptr(), values.data_ptr(), table.data_ptr(), num_blocks),
         *(*keys.stride()[:3], *values.stride()[:3]),
         *(batch, max_blocks, kv_heads, block_size, head_dim, values.shape[3], _ELEMENT_TYPES[keys.dtype]),
         *_records_fields(blocks),
+        0 if offsets is None else offsets.data_ptr(),
     )
 
 

@@ -3,31 +3,42 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "abi.h"
 
 namespace paged {
 
-// The part of one column of the table, and of one head, that tokens [start, end) cover.
+// The part of one entry of the table, and of one head, that columns [start, end) of the batch cover: columns
+// [from, to), of which the first lies in slot `slot`. Null and without tokens where a row has fewer of them.
 struct Piece {
-  std::int64_t b, h, column, entry, from, to;
+  std::int64_t b, h, entry, from, to, slot;
 
   Piece(const Blocks& blocks, std::int64_t index, std::int64_t start, std::int64_t end) {
-    const std::int64_t columns = columns_of(blocks, start, end);
+    const std::int64_t entries = entries_of(blocks, start, end);
     h = index % blocks.kv_heads;
-    column = start / blocks.block_size + index / blocks.kv_heads % columns;
-    b = index / blocks.kv_heads / columns;
-    entry = blocks.table[b * blocks.max_blocks + column];
-    from = std::max(start, column * blocks.block_size);
-    to = std::min(end, (column + 1) * blocks.block_size);
+    b = index / blocks.kv_heads / entries;
+    const std::int64_t offset = offset_of(blocks, b);
+    const std::int64_t first = std::max<std::int64_t>(start - offset, 0) / blocks.block_size;
+    const std::int64_t place = first + index / blocks.kv_heads % entries;
+    const std::int64_t begin = place * blocks.block_size + offset;
+    from = std::max(start, begin);
+    to = std::max(from, std::min(end, begin + blocks.block_size));
+    slot = from - begin;
+    entry = kNullBlock;
+    if (from < to) entry = place < blocks.max_blocks ? blocks.table[b * blocks.max_blocks + place] : kOutside;
   }
 
   static std::int64_t count(const Blocks& blocks, std::int64_t start, std::int64_t end) {
-    return blocks.batch * columns_of(blocks, start, end) * blocks.kv_heads;
+    return blocks.batch * entries_of(blocks, start, end) * blocks.kv_heads;
   }
 
  private:
-  static std::int64_t columns_of(const Blocks& blocks, std::int64_t start, std::int64_t end) {
+  static constexpr std::int64_t kOutside = std::numeric_limits<std::int32_t>::max();  // of every pool
+
+  static std::int64_t entries_of(const Blocks& blocks, std::int64_t start, std::int64_t end) {
+    // Where rows begin anyhow, their tokens may touch one block more than they fill.
+    if (blocks.offsets != nullptr) return (end - start + blocks.block_size - 1) / blocks.block_size + 1;
     return (end + blocks.block_size - 1) / blocks.block_size - start / blocks.block_size;
   }
 };

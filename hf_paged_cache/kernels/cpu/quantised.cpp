@@ -63,7 +63,7 @@ class RecordLayer {
       std::uint8_t* record = record_at(blocks_, block.entry, h);
       RecordTile tile = {stored_keys(blocks_, record),
                          stored_values(blocks_, record),
-                         block.first % blocks_.block_size,
+                         block.slot,
                          block.first,
                          block.tokens,
                          block.masked,

@@ -45,7 +45,7 @@ inline Call with_scale(Call call, double scale) {
 // One block and head.
 struct RecordTile {
   Stored keys, values;
-  std::int64_t slot, first;  // of the first token: in the block, in the row
+  std::int64_t slot, first;  // of the first token: its slot and its column
   int tokens;
   bool masked;
   std::int64_t prefetch_bytes;  // to the record that is read next

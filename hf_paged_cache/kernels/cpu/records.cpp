@@ -184,7 +184,7 @@ class Writer {
 
   void write(const Piece& p) {
     if (p.entry == kNullBlock) return;
-    const std::int64_t slot = p.from % blocks_.block_size, tokens = p.to - p.from;
+    const std::int64_t slot = p.slot, tokens = p.to - p.from;
     const Element* new_keys = keys(p, p.from - fresh_.start);
     const Element* new_values = values(p, p.from - fresh_.start);
     if (p.entry >= 0) {
@@ -241,7 +241,7 @@ int gather(const Blocks& blocks, const Gather& wanted) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(wanted.threads)) if (parallel)
   for (std::int64_t i = 0; i < pieces; ++i) {
     const Piece p(blocks, i, wanted.start, wanted.end);
-    const std::int64_t slot = p.from % blocks.block_size, count = p.to - p.from;
+    const std::int64_t slot = p.slot, count = p.to - p.from;
     const std::int64_t row = (p.b * blocks.kv_heads + p.h) * tokens + p.from - wanted.start;
     Element* keys = reinterpret_cast<Element*>(wanted.keys) + row * blocks.head_dim;
     Element* values = reinterpret_cast<Element*>(wanted.values) + row * blocks.v_head_dim;

@@ -17,7 +17,7 @@ template <class Row>
 struct Tile {
   const typename Row::Element* keys;
   const typename Row::Element* values;
-  std::int64_t first;  // position of the first token
+  std::int64_t first;  // column of the first token
   int tokens;
   bool masked;  // whether the mask says anything about these tokens
   // Distances to the tile that is read next.

@@ -35,9 +35,14 @@ __all__ = [
     "encode_blocks",
     "unavailable_reason",
     "unsupported_reason",
+    "unusable_reason",
     "write",
 ]
 
+LOWEST_CAPABILITY = 8, 0
+"""Of NVIDIA: the first with bfloat16 in its matrix units and copies past registers."""
+AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+"""With matrix units and 512 registers a lane; on gfx11 and gfx12 every attention kernel spills."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,11 +50,56 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def unavailable_reason() -> str | None:
     """None if Triton can be imported, otherwise a sentence."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; `pip install 'triton>=3.6'` (Linux)."
+        return (
+            "Triton is not installed. Builds of torch for CUDA and ROCm bring theirs; elsewhere on Linux: "
+            "`pip install 'hf-paged-cache[triton]'`."
+        )
     try:
         _launch()
     except Exception as error:
         return f"Triton cannot be used: {error}"
+    return None
+
+
+@cache
+def unusable_reason(device: torch.device) -> str | None:
+    """None if kernels run on a device, otherwise a sentence. The first call compiles two small ones.
+
+    What an architecture lacks shows in its kernels: below capability 8.0 they do not assemble, or spill
+    kilobytes a thread.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no memory left for a try.
+    """
+    if unavailable_reason() is not None or device.type != "cuda":
+        return unavailable_reason()
+    reason = _architecture_reason(device)
+    if reason is not None:
+        return reason
+    try:
+        reason = import_module(".probe", __package__).failure(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or a driver raises, another backend takes over
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        return (
+            f"A first kernel failed on {device}: {text[0]} Triton needs a C compiler and Python's headers "
+            "(gcc and python3-dev), and a folder to write to; `python -m hf_paged_cache doctor` tries again."
+        )
+    return reason and f"The Triton kernels cannot be trusted on {device}: {reason}"
+
+
+def _architecture_reason(device: torch.device) -> str | None:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        name = properties.gcnArchName.partition(":")[0]
+        if name not in AMD_ARCHITECTURES:
+            return f"The Triton kernels are made for {', '.join(AMD_ARCHITECTURES)}; {device} is {name}."
+    elif (properties.major, properties.minor) < LOWEST_CAPABILITY:
+        return (
+            f"The Triton kernels need capability {'.'.join(map(str, LOWEST_CAPABILITY))} or above; {device} "
+            f"({properties.name}) has {properties.major}.{properties.minor}."
+        )
     return None
 
 
@@ -83,16 +133,16 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens in the slots of positions `start, start + 1, ...` of every row.
+    """Store new tokens, those of columns `start, start + 1, ...` of every row.
 
-    Tokens that fall into a null block are dropped. Records get whole blocks, unless their format is per
-    token.
+    Tokens that fall into a null block, or stand before a row begins, are dropped. Records get whole blocks,
+    unless their format is per token.
 
     Args:
         blocks: Changed in place.
         key_states: `[batch, kv_heads, tokens, head_dim]`.
         value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Position of the first new token, the same in every row.
+        start: Column of the first new token.
 
     Raises:
         UnstorableValueError: A quantised layer without `blocks.fault` got NaN, infinity, or a magnitude above
@@ -104,7 +154,8 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         return
     held = blocks.lengths
     lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
-    _launch().write(blocks.keys, blocks.values, blocks.table, lengths, key_states, value_states)
+    stored = blocks.keys, blocks.values, blocks.table, lengths
+    _launch().write(*stored, key_states, value_states, offsets=blocks.offsets)
 
 
 def decode(
@@ -130,6 +181,7 @@ def decode(
     options = {
         "tokens": a.end,
         "start": a.start,
+        "offsets": blocks.offsets,
         "back": back,
         "queries_are_last": a.queries_are_last,
         **_rules(a, a.mask, a.causal),
@@ -246,34 +298,42 @@ def _write_records(
 ) -> None:
     """In one launch where the format is per token, else in one for slots and one for whole blocks."""
     if blocks.fault is None:
-        check_storable(key_states, value_states)
+        check_storable(blocks, key_states, value_states, start)
     end = start + key_states.shape[2]
     dense = _dense_columns(blocks, start, end)
-    states, fault = (key_states, value_states), blocks.fault
+    states, options = (key_states, value_states), {"fault": blocks.fault, "offsets": blocks.offsets}
     if form.format.is_per_token or dense:
         held = blocks.lengths
         lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
         stored = records, blocks.keys, blocks.values, blocks.table, lengths
-        _records().write_tokens(form, *stored, *states, fault=fault, dense=bool(dense))
+        _records().write_tokens(form, *stored, *states, dense=bool(dense), **options)
     if form.format.is_per_token:
         return
-    whole = range(-(-start // form.block_size), end // form.block_size)
-    partial = {start // form.block_size, (end - 1) // form.block_size} - set(whole) - set(dense)
-    name = form.format.name
-    assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
-    if set(whole) - set(dense):
-        _records().write_blocks(form, records, blocks.table, *states, start, whole, fault=fault)
+    if blocks.offsets is None:
+        whole = set(range(-(-start // form.block_size), end // form.block_size))
+        always = set.intersection(*map(set, dense)) if dense else set()
+        partial = {start // form.block_size, (end - 1) // form.block_size} - whole - always
+        name = form.format.name
+        assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
+        if whole <= always:
+            return
+    if end - start >= form.block_size:
+        _records().write_blocks(form, records, blocks.table, *states, start, **options)
 
 
-def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[int, ...]:
-    """The columns of `[start, end)` that hold slots."""
+def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:
+    """The columns of `[start, end)` that hold slots, of every row or once for all; empty if none does."""
     if not len(blocks.keys) or end <= start:
         return ()
-    first, last = start // blocks.block_size, (end - 1) // blocks.block_size
-    if blocks.dense_columns is not None:
-        return tuple(column for column in blocks.dense_columns if first <= column <= last)
-    found = (blocks.table[:, first : last + 1] < NULL_BLOCK).any(0)
-    return tuple(first + i for i, is_dense in enumerate(found.tolist()) if is_dense)
+    # A row that begins later has its last token before the batch's last, and its first before `start`.
+    first = start // blocks.block_size if blocks.offsets is None else 0
+    last = (end - 1) // blocks.block_size
+    found = blocks.dense_columns
+    if found is None:
+        is_dense = (blocks.table < NULL_BLOCK).tolist()
+        found = tuple(tuple(c for c, dense in enumerate(row) if dense) for row in is_dense)
+    found = tuple(tuple(column for column in row if first <= column <= last) for row in found)
+    return found if any(found) else ()
 
 
 def _rules(a: Attention, mask: torch.Tensor | None, causal: bool) -> dict[str, Any]:

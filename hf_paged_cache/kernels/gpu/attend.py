@@ -25,18 +25,43 @@ from .softmax import (
     soft_capped,
     store_answer,
     store_part,
+    stored_range,
     tokens_in_sight,
     weigh,
 )
 
-__all__ = ["ADDITIVE_MASK", "BOOL_MASK", "NO_MASK", "PER_STEP_ARGUMENTS", "attend_kernel", "merge_kernel"]
+__all__ = [
+    "ADDITIVE_MASK",
+    "BOOL_MASK",
+    "NO_MASK",
+    "PER_STEP_ARGUMENTS",
+    "PER_STEP_POINTERS",
+    "attend_kernel",
+    "merge_kernel",
+]
 
-# Numbers that change from step to step: compiling for the values they happen to have would compile again and
-# again.
-PER_STEP_ARGUMENTS = ("q_tokens", "splits", "part_rows", "start", "back", "query_shift")
+# Numbers that change from step to step, and pointers whose alignment does: compiling for the values they
+# happen to have would compile again and again.
+PER_STEP_ARGUMENTS = (
+    "table_stride_b",
+    "columns",
+    "mask_stride_b",
+    "mask_stride_h",
+    "mask_stride_q",
+    "q_tokens",
+    "splits",
+    "part_rows",
+    "start",
+    "back",
+    "query_shift",
+)
+PER_STEP_POINTERS = ("mask_ptr",)
 
 
-@triton.jit(do_not_specialize=PER_STEP_ARGUMENTS)
+@triton.jit(
+    do_not_specialize=(*PER_STEP_ARGUMENTS, "columns_stride_b", "columns_used"),
+    do_not_specialize_on_alignment=PER_STEP_POINTERS,
+)
 def attend_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim], written if not SPLIT
     lse_ptr,  # float32 [batch, q_heads, q_tokens], the same
@@ -45,7 +70,8 @@ def attend_kernel(
     keys_ptr,
     values_ptr,
     table_ptr,  # int32 [batch, columns]
-    lengths_ptr,  # int32 [batch], tokens stored of each row
+    lengths_ptr,  # int32 [batch], columns of each row, those before it begins included
+    offsets_ptr,  # int32 [batch], columns before each row begins, if PADDED
     mask_ptr,
     sinks_ptr,
     q_stride_b,
@@ -64,13 +90,14 @@ def attend_kernel(
     q_tokens,
     splits,
     part_rows,  # batch * q_heads * q_tokens
-    start,  # first token attended; column 0 of the mask
+    start,  # first column attended; column 0 of the mask
     back,  # tokens at the end of each row that are not attended
     query_shift,  # query i stands at position end + query_shift + i
     window,
     scale,
     softcap,
-    columns_ptr,  # int32 [columns_used], the table's columns to attend, if COLUMNS
+    columns_ptr,  # int32 [batch, columns_used], the table's columns to attend, -1 past the last, if COLUMNS
+    columns_stride_b,
     columns_used,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -85,6 +112,7 @@ def attend_kernel(
     E: tl.constexpr,
     MIN_TILES: tl.constexpr,
     COLUMNS: tl.constexpr,  # whether only some columns are attended: dense blocks of a quantised layer
+    PADDED: tl.constexpr,
     SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -110,7 +138,7 @@ def attend_kernel(
     h = tl.program_id(0) // (splits * tiles) % KV_HEADS
     Q_HEADS: tl.constexpr = KV_HEADS * GROUP
 
-    end = tl.load(lengths_ptr + b) - back
+    start, end, mask_start = stored_range(lengths_ptr, offsets_ptr, b, start, back, PADDED)
     m = first_m + tl.arange(0, M)
     query_index = m // GROUP
     q_head = h * GROUP + m % GROUP
@@ -144,6 +172,7 @@ def attend_kernel(
     keys_ptr += h.to(tl.int64) * k_stride_h
     values_ptr += h.to(tl.int64) * v_stride_h
     table_ptr += b.to(tl.int64) * table_stride_b
+    columns_ptr += b * columns_stride_b
     mask_ptr += b.to(tl.int64) * mask_stride_b
     mask_offsets = q_head.to(tl.int64) * mask_stride_h + query_index.to(tl.int64) * mask_stride_q  # [M]
 
@@ -157,11 +186,14 @@ def attend_kernel(
             first_token = used * BLOCK_SIZE + first_token % BLOCK_SIZE
         token = first_token + n  # [N]
         column = first_token // BLOCK_SIZE
-        block = tl.load(table_ptr + column, mask=column < columns, other=-1)
+        is_there = column < columns
+        if COLUMNS:
+            is_there = is_there & (used >= 0)
+        block = tl.load(table_ptr + column, mask=is_there, other=-1)
         if COLUMNS:
             block = -2 - block  # see `problem.dense_entry`
         stored = (token >= low) & (token < tl.where(block >= 0, high, 0))
-        mask_columns = (token - start).to(tl.int64) * mask_stride_t
+        mask_columns = (token - mask_start).to(tl.int64) * mask_stride_t
         given = stored
         if MASK != NO_MASK and not MASK_ROWS:
             given = tl.load(mask_ptr + mask_columns, mask=stored, other=0)

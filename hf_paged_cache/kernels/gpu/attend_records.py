@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import PER_STEP_ARGUMENTS
+from .attend import PER_STEP_ARGUMENTS, PER_STEP_POINTERS
 from .rotation import rotate, unrotate
 from .softmax import (
     BOOL_MASK,
@@ -23,6 +23,7 @@ from .softmax import (
     soft_capped,
     store_answer,
     store_part,
+    stored_range,
     tokens_in_sight,
     weigh,
 )
@@ -35,7 +36,7 @@ def _units(x):
     return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=PER_STEP_ARGUMENTS)
+@triton.jit(do_not_specialize=PER_STEP_ARGUMENTS, do_not_specialize_on_alignment=PER_STEP_POINTERS)
 def attend_records_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim], written if not SPLIT
     lse_ptr,  # float32 [batch, q_heads, q_tokens], the same
@@ -43,7 +44,8 @@ def attend_records_kernel(
     query_ptr,
     records_ptr,  # uint8 [num_blocks, kv_heads, nbytes]
     table_ptr,  # int32 [batch, columns]
-    lengths_ptr,  # int32 [batch], tokens stored of each row
+    lengths_ptr,  # int32 [batch], columns of each row, those before it begins included
+    offsets_ptr,  # int32 [batch], columns before each row begins, if PADDED
     mask_ptr,
     sinks_ptr,
     q_stride_b,
@@ -60,7 +62,7 @@ def attend_records_kernel(
     q_tokens,
     splits,
     part_rows,  # batch * q_heads * q_tokens
-    start,  # first token attended; column 0 of the mask
+    start,  # first column attended; column 0 of the mask
     back,  # tokens at the end of each row that are not attended
     query_shift,  # query i stands at position end + query_shift + i
     window,
@@ -89,6 +91,7 @@ def attend_records_kernel(
     D: tl.constexpr,
     E: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    PADDED: tl.constexpr,
     SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -109,7 +112,7 @@ def attend_records_kernel(
     h = tl.program_id(0) // (splits * tiles) % KV_HEADS
     Q_HEADS: tl.constexpr = KV_HEADS * GROUP
 
-    end = tl.load(lengths_ptr + b) - back
+    start, end, mask_start = stored_range(lengths_ptr, offsets_ptr, b, start, back, PADDED)
     m = first_m + tl.arange(0, M)
     query_index = m // GROUP
     q_head = h * GROUP + m % GROUP
@@ -158,7 +161,7 @@ def attend_records_kernel(
         column = first_token // BLOCK_SIZE
         block = tl.load(table_ptr + column, mask=column < columns, other=-1)
         stored = (token >= low) & (token < tl.where(block >= 0, high, 0))
-        mask_columns = (token - start).to(tl.int64) * mask_stride_t
+        mask_columns = (token - mask_start).to(tl.int64) * mask_stride_t
         given = stored
         if MASK != NO_MASK and not MASK_ROWS:
             given = tl.load(mask_ptr + mask_columns, mask=stored, other=0)

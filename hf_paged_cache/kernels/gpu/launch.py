@@ -12,8 +12,16 @@ import torch
 from .attend import attend_kernel, merge_kernel
 from .move import copy_kernel, write_kernel
 from .question import Question, last_contiguous, mask_of, on, processors
-from .tiles import Tile, choose_splits
-from .variants import INTERPRETED, attend_constants, copy_constants, merge_constants, write_constants
+from .tiles import DECODE_QUERIES, Tile, choose_splits
+from .variants import (
+    INTERPRETED,
+    attend_constants,
+    copy_constants,
+    is_new,
+    merge_constants,
+    started,
+    write_constants,
+)
 
 __all__ = [
     "INTERPRETED",
@@ -37,6 +45,8 @@ def write(
     lengths: torch.Tensor,
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Store new tokens at the end of every row.
 
@@ -47,6 +57,7 @@ def write(
         lengths: int32 `[batch]`: tokens of each row, the new ones included.
         new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
+        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
     """
     batch, kv_heads, new_tokens, _ = new_keys.shape
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
@@ -67,6 +78,7 @@ def write(
             new_values,
             table,
             lengths,
+            lengths if offsets is None else offsets,
             keys.stride(0),
             keys.stride(1),
             values.stride(0),
@@ -76,6 +88,7 @@ def write(
             table.stride(0),
             table.shape[1],
             new_tokens,
+            PADDED=offsets is not None,
             **constants,
         )
 
@@ -89,6 +102,7 @@ def attend(
     *,
     tokens: int,
     scale: float,
+    offsets: torch.Tensor | None = None,
     start: int = 0,
     back: int = 0,
     mask: torch.Tensor | None = None,
@@ -107,11 +121,12 @@ def attend(
         keys: `[num_blocks, kv_heads, block_size, head_dim]`.
         values: `[num_blocks, kv_heads, block_size, v_head_dim]`.
         table: int32 `[batch, columns]`; columns past the end of a row may hold anything.
-        lengths: int32 `[batch]`: tokens stored of each row.
+        lengths: int32 `[batch]`: columns of each row, those before it begins included.
         tokens: Upper bound of the lengths, which decides on splits.
         scale: Factor on q·k.
-        start: First token attended.
-        back: Tokens at the end of each row that are left out.
+        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
+        start: First column attended.
+        back: Columns at the end of each row that are left out.
         mask: None, or broadcastable to `[batch, q_heads, q_tokens, tokens]`, boolean or additive. Column 0 is
             token `start`, and there may be more columns than tokens.
         causal: Query i sees stored positions <= its own.
@@ -130,25 +145,34 @@ def attend(
     query = last_contiguous(query)
     mask, mask_rows = mask_of(mask, query.shape[0], query.shape[1], query.shape[2])
     question = Question(
-        query, table, lengths, start, back, scale, mask, mask_rows, causal, window, softcap, sinks,
+        query, table, lengths, offsets, start, back, scale, mask, mask_rows, causal, window, softcap, sinks,
         queries_are_last,
     )  # fmt: skip
     with on(query.device):
         constants, tile = question.constants(keys, values, block_size or keys.shape[2])
+        may_split = splits is None
         if splits is None:
             programs = question.programs(keys.shape[1], tile)
             splits = choose_splits(programs, question.seen(tokens), processors(query.device))
         out, lse = question.answers(values.shape[3])
         part = question.scratch(splits, values.shape[3]) if splits > 1 else lse  # not touched without splits
-        attend_blocks(question, keys, values, constants, tile, out, lse, part, splits)
-        if splits > 1:
-            merge_kernel[question.merge_grid](
+        is_short = (
+            may_split and splits == 1 and tile.queries == DECODE_QUERIES and is_new((id(constants), "split"))
+        )
+        for compile_only in (True, False) if is_short else (False,):
+            parts = 2 if compile_only else splits
+            attend_blocks(
+                question, keys, values, constants, tile, out, lse, part, parts, compile_only=compile_only
+            )
+            if parts == 1:
+                continue
+            started(merge_kernel, question.merge_grid, compile_only=compile_only)(
                 out,
                 lse,
                 part,
                 lse if sinks is None else sinks,
                 query.shape[2],
-                splits,
+                parts,
                 **merge_constants(
                     q_heads=query.shape[1], v_head_dim=values.shape[3], sinks=sinks is not None
                 ),
@@ -169,6 +193,7 @@ def attend_blocks(
     *,
     columns: torch.Tensor | None = None,
     as_part: bool | None = None,
+    compile_only: bool = False,
 ) -> None:
     """Launch `attend_kernel` on the current device.
 
@@ -182,11 +207,14 @@ def attend_blocks(
         lse: See `out`.
         part: Written otherwise.
         splits: Programs that share a row's tokens.
-        columns: int32, the only columns of the table to attend; entries of slots, see `dense_entry`.
+        columns: int32 `[batch or 1, columns]`, of each row the only columns of the table to attend, -1 past
+            the last: entries of slots, see `dense_entry`; others are passed over.
         as_part: Whether this is not the whole answer; None: if there are splits.
+        compile_only: Launch nothing.
     """
     q = question
-    attend_kernel[(q.programs(keys.shape[1], tile) * splits,)](
+    grid = (q.programs(keys.shape[1], tile) * splits,)
+    started(attend_kernel, grid, compile_only=compile_only)(
         out,
         lse,
         part,
@@ -195,6 +223,7 @@ def attend_blocks(
         values,
         q.table,
         q.lengths,
+        q.lengths if q.offsets is None else q.offsets,
         lse if q.mask is None else q.mask,
         lse if q.sinks is None else q.sinks,
         *q.query.stride()[:3],
@@ -206,8 +235,10 @@ def attend_blocks(
         q.table.shape[1],
         *q.numbers(splits),
         q.table if columns is None else columns,
-        0 if columns is None else columns.shape[0],
+        0 if columns is None or columns.shape[0] == 1 else columns.stride(0),
+        0 if columns is None else columns.shape[1],
         COLUMNS=columns is not None,
+        PADDED=q.offsets is not None,
         SPLIT=splits > 1 if as_part is None else as_part,
         **constants,
         num_warps=tile.warps,

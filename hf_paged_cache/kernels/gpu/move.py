@@ -6,14 +6,15 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=("new_tokens",))
+@triton.jit(do_not_specialize=("table_stride_b", "columns", "new_tokens"))
 def write_kernel(
     keys_ptr,
     values_ptr,
     new_keys_ptr,
     new_values_ptr,
     table_ptr,  # int32 [batch, columns]
-    lengths_ptr,  # int32 [batch], tokens of each row, the new ones included
+    lengths_ptr,  # int32 [batch], columns of each row, the new ones included
+    offsets_ptr,  # int32 [batch], columns before each row begins, if PADDED
     k_stride_block,
     k_stride_h,
     v_stride_block,
@@ -36,10 +37,11 @@ def write_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     """Store new K and V at the end of every row. Grid: (new tokens, batch, tiles of H kv heads).
 
-    Tokens of null blocks and beyond the table are dropped.
+    Tokens of null blocks, before a row begins and beyond the table are dropped.
     """
     t = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -47,6 +49,8 @@ def write_kernel(
     d = tl.arange(0, D)
     e = tl.arange(0, E)
     position = tl.load(lengths_ptr + b) - new_tokens + t
+    if PADDED:
+        position -= tl.load(offsets_ptr + b)
     column = position // BLOCK_SIZE
     slot = position % BLOCK_SIZE
     block = tl.load(
@@ -69,7 +73,8 @@ def write_kernel(
     tl.store(values_ptr + head * v_stride_h + e[None, :], values, mask=is_value)
 
 
-@triton.jit
+# Both rows of ids come in one tensor, so that where the second begins depends on their number.
+@triton.jit(do_not_specialize_on_alignment=("source_ptr", "target_ptr"))
 def copy_kernel(
     pool_ptr,
     source_ptr,  # int32 [copies], block ids

@@ -12,10 +12,14 @@ from .encode import storable
 def _flag(fault_ptr, bad):
     """Say that some of the rows `[R]` cannot be stored."""
     found = tl.max(bad.to(tl.int32), 0)
-    tl.atomic_max(fault_ptr, found, mask=found > 0)
+    # Nothing is ordered by it: the host reads it after an event of the stream.
+    tl.atomic_max(fault_ptr, found, mask=found > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=("new_tokens",))
+@triton.jit(
+    do_not_specialize=("table_stride_b", "columns", "new_tokens"),
+    do_not_specialize_on_alignment=("fault_ptr",),  # 8 bytes of each layer
+)
 def write_records_kernel(
     records_ptr,  # uint8 [num_blocks, kv_heads, nbytes]
     keys_ptr,  # the slots, in the model's dtype
@@ -23,7 +27,8 @@ def write_records_kernel(
     new_keys_ptr,
     new_values_ptr,
     table_ptr,  # int32 [batch, columns]
-    lengths_ptr,  # int32 [batch], tokens of each row, the new ones included
+    lengths_ptr,  # int32 [batch], columns of each row, the new ones included
+    offsets_ptr,  # int32 [batch], columns before each row begins, if PADDED
     fault_ptr,  # int32 [2], if CHECK
     stride_block,  # bytes
     stride_h,
@@ -56,6 +61,7 @@ def write_records_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    PADDED: tl.constexpr,
     RECORDS: tl.constexpr,  # whether the format is per token
     DENSE: tl.constexpr,  # whether some blocks are in the model's dtype
     CHECK: tl.constexpr,
@@ -64,7 +70,8 @@ def write_records_kernel(
 ):
     """Store new K and V at the end of every row. Grid: (new tokens, batch, tiles of H kv heads).
 
-    Tokens of null blocks and beyond the table are dropped, and those of records too where not RECORDS.
+    Tokens of null blocks, before a row begins and beyond the table are dropped, and those of records too
+    where not RECORDS.
     """
     t = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -72,6 +79,8 @@ def write_records_kernel(
     d = tl.arange(0, D)
     e = tl.arange(0, E)
     position = tl.load(lengths_ptr + b) - new_tokens + t
+    if PADDED:
+        position -= tl.load(offsets_ptr + b)
     column = position // BLOCK_SIZE
     slot = position % BLOCK_SIZE
     entry = tl.load(
@@ -191,13 +200,17 @@ def _encode_side(
         )
 
 
-@triton.jit(do_not_specialize=("first_column", "start"))
+@triton.jit(
+    do_not_specialize=("table_stride_b", "columns", "end", "start"),
+    do_not_specialize_on_alignment=("ids_ptr", "slots_ptr", "offsets_ptr", "fault_ptr"),
+)
 def encode_records_kernel(
     records_ptr,  # uint8 [num_blocks, heads, nbytes]
     keys_ptr,  # [rows, heads, tokens, head_dim]
     values_ptr,
     ids_ptr,  # int32 [batch, columns]: the table; [blocks] if SEAL
     slots_ptr,  # int32 [blocks], rows of keys and values, if SEAL
+    offsets_ptr,  # int32 [batch], columns before each row begins, if PADDED
     fault_ptr,  # int32 [2], if CHECK
     stride_block,  # bytes
     stride_h,
@@ -209,8 +222,8 @@ def encode_records_kernel(
     v_stride_t,
     table_stride_b,
     columns,
-    first_column,
-    start,  # token that keys and values begin with
+    end,  # of the new tokens' columns
+    start,  # column that keys and values begin with
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -226,6 +239,7 @@ def encode_records_kernel(
     T: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    PADDED: tl.constexpr,
     SEAL: tl.constexpr,
     CHECK: tl.constexpr,
     K_BLOCK_PARAMS: tl.constexpr,
@@ -233,7 +247,10 @@ def encode_records_kernel(
     STORE_KEYS: tl.constexpr,
     STORE_VALUES: tl.constexpr,
 ):
-    """Encode full blocks: new ones of a row, or sealed ones. Grid: (blocks, heads, batch, or 1 if SEAL)."""
+    """Encode full blocks: those that new tokens `[start, end)` of a row fill, or sealed ones.
+
+    Grid: (blocks, heads, batch, or 1 if SEAL).
+    """
     i = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     if SEAL:
@@ -241,8 +258,13 @@ def encode_records_kernel(
         block = tl.load(ids_ptr + i)
     else:
         row = tl.program_id(2)
-        column = first_column + i
-        block = tl.load(ids_ptr + row.to(tl.int64) * table_stride_b + column, mask=column < columns, other=-1)
+        if PADDED:
+            offset = tl.load(offsets_ptr + row)
+            start -= offset
+            end -= offset
+        column = tl.cdiv(tl.maximum(start, 0), BLOCK_SIZE) + i
+        is_whole = (column < columns) & ((column + 1) * BLOCK_SIZE <= end)
+        block = tl.load(ids_ptr + row.to(tl.int64) * table_stride_b + column, mask=is_whole, other=-1)
         keys_ptr += (column * BLOCK_SIZE - start).to(tl.int64) * k_stride_t
         values_ptr += (column * BLOCK_SIZE - start).to(tl.int64) * v_stride_t
     keys_ptr += row.to(tl.int64) * k_stride_b + h * k_stride_h

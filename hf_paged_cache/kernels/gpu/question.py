@@ -23,8 +23,9 @@ class Question:
         query: `[batch, q_heads, q_tokens, head_dim]`, last dimension contiguous.
         table: int32 `[batch, columns]`.
         lengths: int32 `[batch]`.
-        start: First token attended.
-        back: Tokens at the end of each row that are left out.
+        offsets: None, or int32 `[batch]`.
+        start: First column attended.
+        back: Columns at the end of each row that are left out.
         scale: Factor on q·k.
         mask: None, or what `mask_of` returns.
         mask_rows: The same.
@@ -38,6 +39,7 @@ class Question:
     query: torch.Tensor
     table: torch.Tensor
     lengths: torch.Tensor
+    offsets: torch.Tensor | None
     start: int
     back: int
     scale: float

@@ -17,7 +17,7 @@ from hf_paged_cache.formats.rotation import part_size
 from . import encode, formats
 from .attend import NO_MASK
 from .tiles import Tile, choose_record_tile, padded, power_of_two
-from .variants import INTERPRETED, generation
+from .variants import COMMON_OPTIONS, INTERPRETED, generation
 
 _WRITE_ELEMENTS = 2048
 _WRITE_ELEMENTS_PER_THREAD = 8
@@ -139,6 +139,7 @@ def attend_records_constants(
         "SCORE": _FUNCTIONS[keys.name].score,
         "ADD": _FUNCTIONS[values.name].add,
         **_register_limit(keys, values, dtype, tile),
+        **COMMON_OPTIONS,
     }, tile
 
 
@@ -151,6 +152,7 @@ def merge_records_constants(*, q_heads: int, form: RecordFormat, sinks: bool) ->
         "E": padded(form.v_head_dim),
         "S": _MERGED_SPLITS,
         "SINKS": sinks,
+        **COMMON_OPTIONS,
     }
 
 
@@ -179,6 +181,7 @@ def write_records_constants(
         "STORE_KEYS": _FUNCTIONS[form.format.keys.name].store,
         "STORE_VALUES": _FUNCTIONS[form.format.values.name].store,
         "num_warps": max(1, min(4, threads // (64 if generation() == "amd" else 32))),
+        **COMMON_OPTIONS,
     }
 
 
@@ -203,6 +206,7 @@ def encode_records_constants(*, form: RecordFormat, seal: bool, check: bool) -> 
         "V_BLOCK_PARAMS": _FUNCTIONS[values.name].block_params,
         "STORE_KEYS": _FUNCTIONS[keys.name].store,
         "STORE_VALUES": _FUNCTIONS[values.name].store,
+        **COMMON_OPTIONS,
     }
 
 

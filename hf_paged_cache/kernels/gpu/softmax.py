@@ -34,6 +34,22 @@ def part_pointers(part_ptr, splits, rows, V_HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def stored_range(lengths_ptr, offsets_ptr, b, start, back, PADDED: tl.constexpr):
+    """Where in a row columns `[start, length - back)` are stored, and where column 0 of the mask would be.
+
+    The latter is below 0 where the row begins later.
+    """
+    end = tl.load(lengths_ptr + b) - back
+    mask_start = start
+    if PADDED:
+        offset = tl.load(offsets_ptr + b)
+        end -= offset
+        mask_start -= offset
+        start = tl.maximum(mask_start, 0)
+    return start, end, mask_start
+
+
+@triton.jit
 def tokens_in_sight(start, end, first_query, last_query, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """The tokens that queries at positions `[first_query, last_query]` may see of `[start, end)`."""
     low, high = start, end

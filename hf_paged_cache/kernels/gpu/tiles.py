@@ -8,8 +8,15 @@ from typing import Literal
 MAX_HEAD_DIM = 256
 """Beyond it a tile of keys or the sums of a tile of queries no longer fit registers and shared memory."""
 
+DECODE_QUERIES = 16
+"""Rows of the smallest tile, which decode steps have: matrix units want at least as many."""
+
 Generation = Literal["ampere", "hopper", "amd"]
-"""Kinds of devices that want different tiles: NVIDIA before sm_90, from it on, and AMD."""
+"""Kinds of devices that want different tiles: NVIDIA with the shared memory of an A100 or less, which newer
+small ones are too (sm_120), with that of an H100, and AMD."""
+
+HOPPER_SHARED_BYTES = 200 << 10
+"""From that much for one program on: devices have 99, 163 or 227 KiB."""
 
 _TILE_BYTES = 32 << 10
 """K and V of one tile of tokens. Less, and the reductions over a tile take longer than its bytes."""
@@ -53,7 +60,7 @@ class Tile:
 
 def padded(dim: int) -> int:
     """The power of two that holds a head dim; matrix units want at least 16."""
-    return max(16, power_of_two(dim))
+    return max(DECODE_QUERIES, power_of_two(dim))
 
 
 def power_of_two(number: int) -> int:

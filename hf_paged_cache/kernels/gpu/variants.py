@@ -6,7 +6,8 @@ The ahead-of-time gate goes through launches, and so gets the same.
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from triton.runtime import driver
 
 from .attend import ADDITIVE_MASK, BOOL_MASK, NO_MASK
 from .formats import load_plain
-from .tiles import Generation, Tile, choose_tile, padded, power_of_two
+from .tiles import HOPPER_SHARED_BYTES, Generation, Tile, choose_tile, padded, power_of_two
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in Triton's interpreter, on the CPU."""
@@ -23,6 +24,28 @@ _COPY_ELEMENTS = 4096
 _WRITE_ELEMENTS = 4096
 _WRITE_ELEMENTS_PER_THREAD = 8
 _MERGED_SPLITS = 16
+
+COMMON_OPTIONS = {"enable_fp_fusion": True}
+"""Of every launch. Tolerances are those of fused multiply-adds, whatever a Triton's default is."""
+
+
+_compiled_ahead: set[object] = set()
+
+
+def is_new(key: object) -> bool:
+    """Whether a kind of decode step is met for the first time.
+
+    Then what it will need later is compiled too, and not in the middle of a generation.
+    """
+    if INTERPRETED or key in _compiled_ahead:
+        return False
+    _compiled_ahead.add(key)
+    return True
+
+
+def started(kernel: Any, grid: tuple[int, ...], *, compile_only: bool = False) -> Callable[..., object]:
+    """What launches a kernel when it is called with arguments, or only compiles it for them."""
+    return partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
 
 
 def mask_kind(mask: torch.Tensor | None) -> int:
@@ -36,10 +59,11 @@ def generation() -> Generation:
     """The kind of the current device."""
     if INTERPRETED:
         return "ampere"
-    target = driver.active.get_current_target()
-    if target.backend != "cuda":
+    active = driver.active
+    if active.get_current_target().backend != "cuda":
         return "amd"
-    return "ampere" if target.arch < 90 else "hopper"
+    properties = active.utils.get_device_properties(active.get_current_device())
+    return "ampere" if properties["max_shared_mem"] < HOPPER_SHARED_BYTES else "hopper"
 
 
 @lru_cache(maxsize=1024)
@@ -115,6 +139,7 @@ def attend_constants(
         "WIDEN": INTERPRETED and dtype == torch.bfloat16,
         "LOAD_KEYS": load_plain,
         "LOAD_VALUES": load_plain,
+        **COMMON_OPTIONS,
     }, tile
 
 
@@ -126,6 +151,7 @@ def merge_constants(*, q_heads: int, v_head_dim: int, sinks: bool) -> dict[str, 
         "E": padded(v_head_dim),
         "S": _MERGED_SPLITS,
         "SINKS": sinks,
+        **COMMON_OPTIONS,
     }
 
 
@@ -147,9 +173,10 @@ def write_constants(
         "D": padded(head_dim),
         "E": padded(v_head_dim),
         "num_warps": max(1, min(4, threads // (64 if generation() == "amd" else 32))),
+        **COMMON_OPTIONS,
     }
 
 
 def copy_constants() -> dict[str, Any]:
     """Compile-time arguments of `copy_kernel`."""
-    return {"CHUNK": _COPY_ELEMENTS}
+    return {"CHUNK": _COPY_ELEMENTS, **COMMON_OPTIONS}

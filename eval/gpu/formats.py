@@ -1,0 +1,156 @@
+"""Section a, continued: the kernels of quantised blocks, every one of them in every format.
+
+Attention is asked as `generate` asks: with lengths on the device and a mask. Answers are held to what the
+records say, and records to those that plain torch writes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from eval.gpu import moved
+from eval.gpu.device import Device
+from eval.gpu.items import Item, Record
+from eval.gpu.kernels import dtype_name, relative_error
+from eval.gpu.settings import Settings
+from eval.gpu.shared_cases import ROOM_FOR_THE_DRAW, attention_cases, quantised_cases
+from hf_paged_cache.formats import FORMATS
+from hf_paged_cache.kernels import dispatch, reference
+from hf_paged_cache.kernels.problem import LayerBlocks, RowLengths, dense_entry
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPE: dict[str, Any] = {"kv_heads": 2, "group": 3, "head_dim": 64}
+ASKED: dict[str, dict[str, Any]] = {
+    "decode": {"mask": "bool_padding", "end": 150},
+    "split": {"end": 1100, "batch": 1, "mask": "bool_padding", "sinks": True},
+    "draft": {"q_tokens": 4, "causal": True, "end": 150, "window": 70},
+    "chunk": {"q_tokens": 40, "mask": "bool", "end": 300, "softcap": 3.0},
+    "odd": {"end": 150, "head_dim": 80, "block_size": 16},
+}
+"""What is asked over `SHAPE`; `split` is merged from several programs, with blocks in the model's dtype."""
+DRY_RUN_ASKED: dict[str, dict[str, Any]] = {
+    "decode": {
+        "mask": "bool_padding",
+        "end": 20,
+        "block_size": 16,
+        "kv_heads": 1,
+        "group": 2,
+        "head_dim": 16,
+    },
+    "split": {"end": 530, "batch": 1, "mask": "bool_padding", "kv_heads": 1, "group": 1, "head_dim": 16},
+}
+DRY_RUN_STORED = ("int8", "int4")
+"""One that is written per token and one in whole blocks: interpreted, a store takes seconds."""
+COLUMNS = 3
+STORED_TOLERANCE = 1e-2
+"""RMS ratio between what two encoders have stored: a rounding tie may fall to either side."""
+
+
+def items(settings: Settings) -> list[Item]:
+    """Attention over records, and all that writes them."""
+    asked = DRY_RUN_ASKED if settings.dry_run else ASKED
+    dtypes = DTYPES[1:2] if settings.dry_run else DTYPES
+    stored = {"block_size": 16, "kv_heads": 1, "head_dim": 16} if settings.dry_run else {"block_size": 32}
+    return [
+        *(
+            Item(
+                f"{name}/{what}/{dtype_name(dtype)}",
+                partial(_attend, name, SHAPE | options, what == "split", dtype, settings.seed),
+            )
+            for name in FORMATS
+            for what, options in asked.items()
+            for dtype in dtypes
+        ),
+        *(
+            Item(
+                f"{name}/store/{dtype_name(dtype)}",
+                partial(_store, name, SHAPE | stored, dtype, settings.seed),
+            )
+            for name in (DRY_RUN_STORED if settings.dry_run else FORMATS)
+            for dtype in dtypes
+        ),
+    ]
+
+
+def _attend(
+    name: str,
+    options: dict[str, Any],
+    has_dense: bool,
+    dtype: torch.dtype,
+    seed: int,
+    record: Record,
+    device: Device,
+) -> None:
+    shared = quantised_cases()
+    case = attention_cases().Case(name, **options)
+    form = shared.form_of(name, case)
+    problem = shared.build_quantised(case, form, dtype, dense="edges" if has_dense else None, seed=seed)
+    blocks = _on(problem.blocks, device)
+    lengths = torch.full((case.batch,), case.end, dtype=torch.int32, device=device.torch_device)
+    blocks.lengths = RowLengths(case.end, lengths)
+    with device.poisoned():
+        got = dispatch.decode(blocks, moved.attention_on(problem.attention, device.torch_device)).cpu()
+    record.values |= {
+        "backend": dispatch.backend_name(blocks),
+        "rms_ratio": relative_error(got, problem.want),
+    }
+    allowed = ROOM_FOR_THE_DRAW * shared.TOLERANCE[dtype]
+    record.attempt(name, partial(attention_cases().assert_answers, problem, got, tolerance=allowed))
+
+
+def _store(
+    name: str, options: dict[str, Any], dtype: torch.dtype, seed: int, record: Record, device: Device
+) -> None:
+    """Two rows written token by token or in whole blocks, then their first blocks sealed."""
+    case = attention_cases().Case("store", **options)
+    form = quantised_cases().form_of(name, case)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = case.block_size * COLUMNS
+    keys, values = (
+        torch.randn(2, tokens, case.kv_heads, case.head_dim, generator=generator).to(dtype).transpose(1, 2)
+        for _ in range(2)
+    )
+    want = _empty(form, case.kv_heads, dtype)
+    got = _on(want, device)
+    got.fault = torch.zeros(2, dtype=torch.int32, device=device.torch_device)
+    cuts = [0, 1, tokens - case.block_size + 1, tokens] if form.format.is_per_token else [0, tokens]
+    for start, end in pairwise(cuts):
+        new_keys, new_values = (x[:, :, start:end] for x in (keys, values))
+        reference.write(want, new_keys, new_values, start)
+        dispatch.write(got, new_keys.to(device.torch_device), new_values.to(device.torch_device), start)
+    assert want.records is not None, "a format has records"
+    assert got.records is not None, "a format has records"
+    for module, b, records in ((reference, want, want.records), (dispatch, got, got.records)):
+        pool = records[:, None], b.keys[:, None], b.values[:, None]
+        module.encode_blocks(form, *pool, [0, 1], [1, 3])
+    device.synchronize()
+    record.check("no token was found unfit", not got.fault.any())
+    for side, mine, theirs in (("keys", got.keys, want.keys), ("values", got.values, want.values)):
+        record.check(f"{side} in the model's dtype", torch.equal(moved.bits(mine.cpu()), moved.bits(theirs)))
+    stored = zip(form.decode(got.records.cpu()), form.decode(want.records), strict=True)
+    errors = [relative_error(*pair) for pair in stored]
+    record.values["rms_ratio"] = max(errors)
+    for side, error in zip(("keys", "values"), errors, strict=True):
+        record.bound(f"{side} in records", error, STORED_TOLERANCE)
+
+
+def _empty(form: Any, heads: int, dtype: torch.dtype) -> LayerBlocks:
+    """Two rows, whose first and last blocks are in the model's dtype."""
+    shape = 4, heads, form.block_size, form.head_dim
+    keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    records = torch.zeros(4, heads, form.nbytes, dtype=torch.uint8)
+    ids = torch.tensor([[dense_entry(0), 2, dense_entry(1)], [dense_entry(2), 0, dense_entry(3)]])
+    return LayerBlocks(keys, values, ids.to(torch.int32), None, records, form, ((0, COLUMNS - 1),) * 2)
+
+
+def _on(blocks: LayerBlocks, device: Device) -> LayerBlocks:
+    """A copy on the device."""
+    placed = moved.blocks_on(blocks, device.torch_device)
+    assert blocks.records is not None, "a format has records"
+    placed.records = moved.moved(blocks.records, device.torch_device)
+    placed.form, placed.dense_columns = blocks.form, blocks.dense_columns
+    return placed
