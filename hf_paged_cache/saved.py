@@ -82,7 +82,7 @@ class SavedPadding:
     tokens: list[int]
     unstored: list[int]
     is_left_out: bool
-    runs: list[list[tuple[int, int, int]]]
+    runs: list[list[tuple[int, int, int | None]]]
     end: int
 
 
