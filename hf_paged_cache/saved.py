@@ -78,7 +78,7 @@ class SavedPadding:
 
     tokens: list[int]
     is_left_out: bool
-    runs: list[list[tuple[int, int, int]]]
+    runs: list[list[tuple[int, int, int | None]]]
     end: int
 
 

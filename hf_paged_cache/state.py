@@ -83,7 +83,7 @@ class CacheState:
         is_attended: Tells whether attention of this package reads the cache now.
         can_be_static: Whether the model's layers and the settings allow compiled steps.
         has_open_step: Some layer of static rows has yet to join the step in progress.
-        padding: What is remembered of rows that begin with padding.
+        padding: What is remembered of tokens that masks hide.
         gradients_from: First stored token whose K or V wanted a gradient when it came; None if there is none.
         owner: Whose weights computed what is stored; None if that is not known.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
@@ -159,7 +159,7 @@ class CacheState:
 
         Raises:
             CacheMismatchError: The layers do not advance together, another thread uses the cache, or the mask
-                or the positions of rows that begin with padding do not go on as they began.
+                shows what was hidden, or positions of rows with hidden tokens do not go on.
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
             QuantisationError: The guard found K of a layer unfit for its format. Nothing changed.
             UnstorableValueError: An earlier step gave a quantised layer on a GPU what cannot be stored.
@@ -194,11 +194,12 @@ class CacheState:
         is_read_only: bool,
     ) -> None:
         keep_history = self.record_past or is_read_only
+        before = self.padding
         self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
         self.step_start, self.step_end = start, start + key_states.shape[2]
         self.has_open_step = self.is_static
         self._twins.begin(self.batch if not start and not self.is_static else 0)
-        self._step = Step(None if call is None else call.forward, len(self.tokens), is_read_only)
+        self._step = Step(None if call is None else call.forward, len(self.tokens), is_read_only, before)
         if call is None or not call.is_generating:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
@@ -409,7 +410,7 @@ class CacheState:
 
     def _share_twins(self) -> None:
         """Store rows of a prompt once that are the same in every layer."""
-        sources = self._twins.sources(self.padding.tokens or (0,) * self.batch)
+        sources = self._twins.sources(self.padding.by_row(self.batch))
         if sources is not None:
             self.reorder(sources)
             self.equal_rows += len(sources) - len(set(sources))
@@ -426,6 +427,8 @@ class CacheState:
         """Take back the step in progress, in every layer."""
 
         def make() -> None:
+            if self._step is not None:
+                self.padding = self._step.padding
             if self.step_end > self.step_start:
                 self._crop_to(self.step_start)
             self._close_step(has_failed=True)
@@ -708,11 +711,14 @@ class CacheState:
     def _padding_after(self, start: int, key_states: torch.Tensor, call: ModelCall | None) -> Padding:
         """What is to be remembered of padding when the new tokens are stored."""
         noted, self._noted = self._noted, None
-        if call is None or self._is_cross or (start and not self.padding.tokens):
+        if call is None or self._is_cross:
+            return self.padding
+        new_tokens, device = key_states.shape[2], key_states.device
+        is_all_shown = noted is not None and noted.mask is None and noted[:2] == (start, new_tokens)
+        if start and not self.padding.looks_at(call, new_tokens, device, is_all_shown=is_all_shown):
             return self.padding
         forward = Forward.of(noted, start, key_states, call)
-        leaves_out = not self.would_be_static(key_states.device)
-        return self.padding.after(forward, leaves_out=leaves_out)
+        return self.padding.after(forward, leaves_out=not self.would_be_static(device))
 
     def _close_step(self, *, has_failed: bool = False) -> None:
         """Nothing more is written by the step; its tokens are there, or were taken back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .calls import Place
+from .padding import Padding
 
 
 @dataclass(slots=True)
@@ -15,11 +16,13 @@ class Step:
         forward: The forward that opened it; None if nobody knows.
         missing: Layers that have yet to join it.
         is_read_only: The forward was told `use_cache=False`, so that its tokens go when it ends.
+        padding: What was remembered of hidden tokens before it.
     """
 
     forward: Place | None
     missing: int
     is_read_only: bool
+    padding: Padding
 
     @property
     def is_over(self) -> bool:

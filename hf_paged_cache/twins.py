@@ -31,12 +31,11 @@ class Twins:
             same = (states[1:] == states[:-1]).flatten(1).all(dim=1).tolist()
             self._is_like_previous = [a and b for a, b in zip(self._is_like_previous, same, strict=True)]
 
-    def sources(self, padding: Sequence[int]) -> list[int] | None:
+    def sources(self, padding: Sequence[object]) -> list[int] | None:
         """For every row the first one that is the same; None if no two are.
 
         Args:
-            padding: Of every row, how many tokens at its beginning are padding. Rows are no twins if that
-                differs, since it is remembered by row.
+            padding: Of every row, what is remembered of its hidden tokens. Rows are no twins if that differs.
         """
         if not any(self._is_like_previous):
             return None

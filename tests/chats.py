@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import LogitsProcessor
 
 from hf_paged_cache import CacheMismatchError, PagedCache, disable
 from tests.models import PAD, VOCAB, cache_kwarg, cache_kwargs, shared_model
@@ -12,6 +14,9 @@ from tests.models import PAD, VOCAB, cache_kwarg, cache_kwargs, shared_model
 BLOCK = 16
 AT_EDGES = (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK)
 """Lengths just before, at and after the edge of a block."""
+
+EOS = 2
+"""Of chats whose rows end early; no prompt contains it."""
 
 FAMILIES = ("llama", "mistral", "gemma3", "gpt2", "falcon-alibi", "gpt-oss")
 """Full attention, windows, both mixed, learnt positions, attention of the model's own, eager with sinks."""
@@ -72,6 +77,49 @@ def _options(ids: torch.Tensor | None, new: int, options: dict[str, Any]) -> dic
     """Without a mask the host would take pad tokens in an answer for padding."""
     named = {} if ids is None else {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return {"max_new_tokens": new, "do_sample": False} | named | options
+
+
+class Ends(LogitsProcessor):
+    """Has row i end with its `ends[i]`-th new token, and not before."""
+
+    def __init__(self, prompt_tokens: int, ends: Sequence[int]) -> None:
+        self.prompt_tokens, self.ends = prompt_tokens, ends
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, EOS] = -torch.inf
+        for row, end in enumerate(self.ends):
+            if input_ids.shape[1] == self.prompt_tokens + end - 1:
+                scores[row] = -torch.inf
+                scores[row, EOS] = 0
+        return scores
+
+
+Talk = dict[str, torch.Tensor]
+"""`input_ids` and `attention_mask` `[rows, tokens]` of a conversation so far."""
+
+
+def joined(talk: Talk, more: Talk) -> Talk:
+    """A conversation with more after it."""
+    return {name: torch.cat((talk[name], more[name]), 1) for name in ("input_ids", "attention_mask")}
+
+
+def answered(
+    model: Any, cache: Any, talk: Talk, ends: Sequence[int], *, new_ids_only: bool = False, **options: Any
+) -> Talk:
+    """A turn in which row i says `ends[i]` tokens; the mask hides what its row is filled up with."""
+    ids = talk["input_ids"][:, cache.get_seq_length() if new_ids_only else 0 :]
+    said = model.generate(
+        input_ids=ids,
+        attention_mask=talk["attention_mask"],
+        **{"max_new_tokens": max(ends), "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD},
+        logits_processor=[Ends(ids.shape[1], ends)],
+        **options,
+        **given(cache),
+    )
+    answer = said[:, ids.shape[1] :]
+    heard = torch.arange(answer.shape[1]) < torch.tensor(ends)[:, None]
+    return joined(talk, {"input_ids": answer, "attention_mask": heard.long()})
 
 
 def assert_sound(cache: PagedCache, tokens: int) -> None:

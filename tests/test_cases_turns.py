@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given as hypothesis_given
+from hypothesis import settings
+from hypothesis import strategies as st
 
-from hf_paged_cache import CacheMismatchError, PagedCache
+from hf_paged_cache import CacheMismatchError, PagedCache, disable
+from hf_paged_cache.formats import FORMATS
+from tests import padded
 from tests.chats import (
     AT_EDGES,
     BLOCK,
+    EOS,
     FAMILIES,
+    Talk,
+    answered,
     assert_sound,
     fill,
     generate,
     given,
+    is_newest,
+    joined,
     paged,
     prompt,
     reference,
 )
-from tests.models import cache_kwargs, shared_model
+from tests.models import cache_kwargs, host_cache, shared_model
+from tests.padded import left_padded, positions
+from tests.quantised import cache_of
 
 CHATS = [("llama", size, size + past) for size in (16, 64) for past in (-1, 0, 1, size)] + [
     (name, BLOCK, BLOCK + 1) for name in FAMILIES
@@ -160,3 +176,148 @@ def test_the_cache_that_was_passed_is_the_one_that_is_filled_and_returned(name: 
         assert_sound(cache, 9 + step)
         said = torch.cat((said, out.logits[:, -1:].argmax(-1)), dim=1)
     assert said.tolist() == want.tolist()
+
+
+# --- rows that end before the others ------------------------------------------------------------------------
+
+
+def _ragged(*lengths: int, seed: int = 0) -> Talk:
+    return left_padded([padded.prompt(n, seed + row) for row, n in enumerate(lengths)])
+
+
+START = _ragged(24, 18, 3)
+ENDS = [(12, 4, 7), (1, 6, 3), (5, 5, 2)]
+MORE = [_ragged(5, 5, 5, seed=10), _ragged(2, 6, 1, seed=20)]
+
+
+def _chat(model: Any, cache: Any, again: Callable[[Any], Any], **options: Any) -> list[list[list[int]]]:
+    """What three turns say, row by row; `again` gives the cache for the next turn."""
+    talk = answered(model, cache, START, ENDS[0], **options)
+    turns = [talk["input_ids"].tolist()]
+    for more, ends in zip(MORE, ENDS[1:], strict=True):
+        cache = again(cache)
+        talk = answered(model, cache, joined(talk, more), ends, **options)
+        turns.append(talk["input_ids"][:, -max(ends) :].tolist())
+    return turns
+
+
+def _reloaded(cache: PagedCache) -> PagedCache:
+    other = paged()
+    other.load_state_dict(cache.state_dict())
+    return other
+
+
+@pytest.mark.parametrize(
+    ("name", "again", "options"),
+    [
+        *((name, lambda cache: cache, {}) for name in (*FAMILIES, "falcon")),
+        ("llama", lambda cache: cache, {"prefill_chunk_size": 4}),
+        ("llama", PagedCache.fork, {}),
+        ("llama", copy.deepcopy, {}),
+        ("llama", _reloaded, {}),
+    ],
+)
+def test_rows_that_ended_early_go_on(
+    name: str, again: Callable[[PagedCache], PagedCache], options: dict[str, Any]
+) -> None:
+    model = shared_model(name)
+    disable(model)
+    want = _chat(model, host_cache(model), lambda _: host_cache(model))
+    if options and not is_newest():  # fed in chunks, the whole text would go in once more
+        with pytest.raises(CacheMismatchError, match="attention_mask covers 4 tokens"):
+            _chat(model, paged(name), again, **options)
+        return
+    assert _chat(model, paged(name), again, **options) == want
+    if not options:
+        assert _chat(model, paged(name), again, new_ids_only=True)[1:] == want[1:]
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_rows_that_ended_early_go_on_as_several(name: str, options: dict[str, Any]) -> None:
+    model, said = shared_model(name), []
+    disable(model)
+    for cache in (host_cache(model), paged(name)):
+        talk = joined(answered(model, cache, START, ENDS[0]), MORE[0])
+        cache.batch_repeat_interleave(3)
+        torch.manual_seed(0)
+        said.append(padded.generate(model, cache, talk, tokens=6, eos_token_id=None, **options).tolist())
+    assert said[1] == said[0]
+
+
+def _assert_as_alone(model: Any, new: Callable[[], Any], turns: list[tuple[Talk, Talk]], ends: Any) -> None:
+    """Each row says what it says when its tokens are fed alone, the filler too.
+
+    Args:
+        model: The model.
+        new: Makes a cache.
+        turns: Of every turn, what was there and what was there after it.
+        ends: Of every turn and row, how many tokens it says.
+    """
+    for row in range(len(turns[0][0]["input_ids"])):
+        cache = new()
+        for (before, after), counts in zip(turns, ends, strict=True):
+            ids, mask, length = (
+                after["input_ids"][[row]],
+                before["attention_mask"][[row]],
+                mask_length(before),
+            )
+            mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - length), value=1)
+            where, held = positions(mask) * mask, cache.get_seq_length()  # as `generate` counts
+            for start, end in ((held, length), *((n, n + 1) for n in range(length, ids.shape[1] - 1))):
+                fed = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+                logits = padded.fill(model, cache, fed, position_ids=where[:, start:end])[0, -1]
+                logits[EOS] = -torch.inf
+                if end < length + counts[row] - 1:
+                    assert logits.argmax() == ids[0, end], (row, end)
+
+
+def mask_length(talk: Talk) -> int:
+    return talk["attention_mask"].shape[1]
+
+
+@pytest.mark.parametrize("form", ["auto", *FORMATS])
+def test_rows_that_ended_early_are_as_alone_in_every_format(form: str) -> None:
+    _talk_as_alone(form, START, MORE, ENDS)
+
+
+def _talk_as_alone(form: str, start: Talk, more: list[Talk], ends: Any) -> None:
+    model = padded.llama()
+
+    def new() -> PagedCache:
+        return cache_of(model, form, key_error_guard="off")
+
+    cache, talk, turns = new(), start, []
+    for turn, counts in enumerate(ends):
+        before = joined(talk, more[turn - 1]) if turn else start
+        talk = answered(model, cache, before, counts)
+        turns.append((before, talk))
+        cache.check_integrity()
+    _assert_as_alone(model, new, turns, ends)
+    if form == "auto":
+        disable(model)
+        _assert_as_alone(model, lambda: host_cache(model), turns, ends)
+        for row in range(len(start["input_ids"])):  # and where there never was any filler
+            for (before, after), counts in zip(turns, ends, strict=True):
+                one = before["input_ids"][row][before["attention_mask"][row].bool()]
+                said = answered(model, host_cache(model), left_padded([one]), [counts[row]])["input_ids"]
+                assert (
+                    said[0, -counts[row] :].tolist()
+                    == after["input_ids"][row, mask_length(before) :][: counts[row]].tolist()
+                )
+
+
+@settings(max_examples=6, deadline=None)
+@hypothesis_given(data=st.data())
+def test_batches_of_any_padding_and_any_ends_are_as_alone(data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, 3), label="rows")
+
+    def draw(least: int, most: int, label: str) -> list[int]:
+        return data.draw(st.lists(st.integers(least, most), min_size=rows, max_size=rows), label=label)
+
+    form = data.draw(st.sampled_from(["auto", *FORMATS]), label="form")
+    start = _ragged(*draw(1, 40, "prompt"))
+    more = [_ragged(*draw(1, 6, "more"), seed=10 * turn) for turn in (1, 2)]
+    _talk_as_alone(form, start, more, [draw(1, 6, "ends") for _ in range(3)])

@@ -1,19 +1,18 @@
-"""Rows that were filled with positions that count their padding, and do not go on without it."""
+"""Rows with hidden tokens go on under masks and at positions that fit what is cached, or are refused."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_paged_cache import PagedCache, disable, state
+from hf_paged_cache import PagedCache, disable
 from hf_paged_cache.errors import CacheMismatchError, PoolExhausted
 from hf_paged_cache.padding import Forward, Padding
-from tests.models import host_cache, shared_model
+from tests.models import PAD, by_name, host_cache, shared_model
 from tests.padded import BLOCK, DECODERS, extended, fill, generate, llama, positions, prompt, ragged
 
 TRAPPED = [name for name in DECODERS if name != "falcon-alibi"]
@@ -133,25 +132,208 @@ def test_a_failed_forward_leaves_no_positions_behind() -> None:
     assert before.end == 40
 
 
-def test_looking_at_positions_asks_a_gpu_nothing_in_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 20)], ids=["equal", "padded"])
+def test_looking_at_masks_and_positions_asks_a_gpu_nothing_in_a_decode_step(
+    lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
-    real = Padding._at_positions
+    after, looks_at = Padding.after, Padding.looks_at
 
-    def counted(self: Padding, forward: Forward) -> Padding:
+    def counted(self: Padding, forward: Forward, *args: Any, **kwargs: Any) -> Padding:
         asked.append(forward.start)
-        return real(self, forward)
+        return after(self, forward, *args, **kwargs)
 
-    monkeypatch.setattr(Padding, "_at_positions", counted)
+    def on_a_gpu(self: Padding, call: Any, tokens: int, device: object, **kwargs: Any) -> bool:
+        return looks_at(self, call, tokens, torch.device("cuda"), **kwargs)
 
-    def on_a_gpu(*known: Any) -> Forward:
-        return replace(Forward.of(*known), device=torch.device("cuda"))
-
-    monkeypatch.setattr(state, "Forward", SimpleNamespace(of=on_a_gpu))
-    model, inputs = llama(), ragged(40, 20)
+    monkeypatch.setattr(Padding, "after", counted)
+    monkeypatch.setattr(Padding, "looks_at", on_a_gpu)
+    model, inputs = llama(), ragged(*lengths)
     cache = PagedCache(model, block_size=BLOCK)
     said = generate(model, cache, inputs, tokens=10)
-    assert asked == [0, 40]
+    assert asked == [0]
     turn = extended(inputs, said, torch.stack([prompt(3), prompt(3)]))
-    generate(model, cache, turn, tokens=5)
-    assert asked == [0, 40, 49]
-    assert [runs[-1].end for runs in cache._state.padding.runs] == [cache.get_seq_length()] * 2
+    said = generate(model, cache, turn, tokens=5)
+    assert asked == [0, 49], "and where every call begins"
+    turn = extended(inputs, said, said[:, :0])
+    generate(model, cache, turn, tokens=5, num_beams=1)
+    assert asked == [0, 49, 57], "though it brings one token"
+    where = positions(extended(inputs, said, torch.ones(2, 9, dtype=torch.long))["attention_mask"])
+    for step in range(4):
+        now = turn["attention_mask"].shape[1] + 4 + step
+        mask = torch.nn.functional.pad(turn["attention_mask"], (0, 5 + step), value=1)
+        fill(
+            model,
+            cache,
+            {"input_ids": turn["input_ids"][:, :1], "attention_mask": mask},
+            position_ids=where[:, now : now + 1],
+        )
+    assert asked == [0, 49, 57, 62], "and plain steps when they begin"
+
+
+# --- masks that hide other tokens than before ---------------------------------------------------------------
+
+TOKENS = 20
+AGAIN = r"attention_mask: row 0 shows token {}, which an earlier mask hid"
+SHIFTED = r"position_ids: row 0 .*hides {} tokens that the forwards so far have seen"
+LATER: dict[str, tuple[list[slice], list[slice], str, str]] = {
+    "a gap is shown": ([slice(6, 9)], [], AGAIN.format(6), AGAIN.format(6)),
+    "a part of a gap is shown": ([slice(6, 9)], [slice(6, 8)], AGAIN.format(8), AGAIN.format(8)),
+    "right padding is shown": ([slice(16, 20)], [], AGAIN.format(16), AGAIN.format(16)),
+    "left padding is shown": ([slice(0, 6)], [slice(0, 5)], AGAIN.format(5), AGAIN.format(5)),
+    "the head is hidden": ([], [slice(0, 3)], SHIFTED.format(3), ""),
+    "the middle is hidden": ([], [slice(6, 9)], SHIFTED.format(3), ""),
+    "more of a padded row is hidden": ([slice(0, 4)], [slice(0, 6)], SHIFTED.format(2), ""),
+    "the end is hidden": ([], [slice(17, 20)], "", ""),
+    "the end of a padded row is hidden": ([slice(0, 4)], [slice(0, 4), slice(17, 20)], "", ""),
+    "all of a row is hidden": ([], [slice(0, 20)], "", ""),
+    "a gap stays hidden": ([slice(6, 9)], [slice(6, 9)], "", ""),
+}
+"""What row 0 hides at first and later; what `generate` and a plain forward are refused with, if they are."""
+
+
+def _hiding(spans: list[slice], tokens: int) -> torch.Tensor:
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    for span in spans:
+        mask[0, span] = 0
+    return mask
+
+
+@pytest.mark.parametrize("case", LATER)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "falcon", "gpt-oss"])
+def test_a_later_mask_in_generate_is_refused_or_gives_what_a_fresh_run_gives(name: str, case: str) -> None:
+    model, (first, later, refusal, _) = shared_model(name), LATER[case]
+    ids = torch.stack([prompt(TOKENS + 4, seed=1), prompt(TOKENS + 4, seed=2)])
+    mask = _hiding(first, TOKENS)
+    turn = {"input_ids": ids, "attention_mask": _hiding(later, TOKENS + 4)}
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, {"input_ids": ids[:, :TOKENS], "attention_mask": mask}, position_ids=positions(mask))
+    if refusal:
+        before = cache._state.padding
+        with pytest.raises(CacheMismatchError, match=refusal):
+            generate(model, cache, turn)
+        assert (cache.get_seq_length(), cache._state.padding) == (TOKENS, before)
+        cache.check_integrity()
+        return
+    got = generate(model, cache, turn, tokens=8)
+    disable(model)
+    assert got.tolist() == generate(model, host_cache(model), turn, tokens=8).tolist()
+
+
+@pytest.mark.parametrize("case", LATER)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "falcon", "falcon-alibi", "gpt-oss"])
+def test_a_later_mask_in_plain_forwards_is_refused_or_gives_what_the_hosts_own_cache_gives(
+    name: str, case: str
+) -> None:
+    model, (first, later, _, refusal) = shared_model(name), LATER[case]
+    ids = torch.stack([prompt(TOKENS + 4, seed=1), prompt(TOKENS + 4, seed=2)])
+
+    def run(cache: Any, spans: list[slice]) -> torch.Tensor:
+        fill(model, cache, {"input_ids": ids[:, :TOKENS], "attention_mask": _hiding(first, TOKENS)})
+        found = []
+        for start, end in ((TOKENS, TOKENS + 2), (TOKENS + 2, TOKENS + 3), (TOKENS + 3, TOKENS + 4)):
+            fed = {"input_ids": ids[:, start:end], "attention_mask": _hiding(spans, end)}
+            found.append(fill(model, cache, fed))
+        return torch.cat(found, 1)
+
+    cache = PagedCache(model, block_size=BLOCK)
+    if refusal:
+        with pytest.raises(CacheMismatchError, match=refusal):
+            run(cache, later)
+        assert cache.get_seq_length() == TOKENS
+        return
+    got = run(cache, later)
+    disable(model)
+    torch.testing.assert_close(got, run(host_cache(model), later), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("padding", "is_right"), [(0, True), (4, False)])
+def test_a_row_that_ended_early_goes_on_in_the_ways_that_fit_it(padding: int, is_right: bool) -> None:
+    model = shared_model("llama")
+    ids = torch.stack([prompt(TOKENS + 6, seed=1), prompt(TOKENS + 6, seed=2)])
+    first, later = [slice(0, padding)], [slice(0, padding), slice(16, 20)]
+    cache = PagedCache(model, block_size=BLOCK)
+    mask = _hiding(first, TOKENS)
+    fill(model, cache, {"input_ids": ids[:, :TOKENS], "attention_mask": mask}, position_ids=positions(mask))
+    new = {"input_ids": ids[:, TOKENS:-3], "attention_mask": _hiding(later, TOKENS + 3)}
+    turn = {"input_ids": ids, "attention_mask": _hiding(later, TOKENS + 6)}
+    if is_right:  # so far both ways count alike
+        got = fill(model, cache, new)
+        disable(model)
+        fresh = {"input_ids": ids[:, :-3], "attention_mask": new["attention_mask"]}
+        want = fill(model, host_cache(model), fresh)[:, TOKENS:]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        with pytest.raises(CacheMismatchError, match=r"position 22, so the next one stands at 23; got 19"):
+            generate(model, cache, turn)
+    else:
+        with pytest.raises(CacheMismatchError, match=r"position 11, so the next one stands at 12; got 20"):
+            fill(model, cache, new)
+        got = generate(model, cache, turn).tolist()
+        disable(model)
+        assert got == generate(model, host_cache(model), turn).tolist()
+
+
+def test_a_mask_that_the_host_infers_from_pad_ids_is_refused_inside_a_text_and_right_after_it() -> None:
+    model = shared_model("llama")
+    ids = torch.stack([prompt(TOKENS, seed=1), prompt(TOKENS, seed=2)])
+    for place, is_right in ((9, False), (TOKENS - 4, True)):
+        said = ids.clone()
+        said[0, place : (None if is_right else place + 1)] = PAD
+        said = torch.cat((said, ids[:, :4]), 1)
+        cache = PagedCache(model, block_size=BLOCK)
+        fill(model, cache, {"input_ids": said[:, :TOKENS]})
+        if is_right:
+            got = generate(model, cache, {"input_ids": said}).tolist()
+            disable(model)
+            assert got == generate(model, host_cache(model), {"input_ids": said}).tolist()
+            continue
+        with pytest.raises(
+            CacheMismatchError, match=r"`generate` takes pad tokens in the prompt for padding"
+        ):
+            generate(model, cache, {"input_ids": said})
+        turn = {"input_ids": said, "attention_mask": torch.ones_like(said)}
+        got = generate(model, cache, turn).tolist()
+        disable(model)
+        assert got == generate(model, host_cache(model), turn).tolist()
+
+
+def test_a_look_under_another_mask_leaves_no_trace() -> None:
+    model = shared_model("llama")
+    ids = torch.stack([prompt(TOKENS + 4, seed=1), prompt(TOKENS + 4, seed=2)])
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, {"input_ids": ids[:, :TOKENS]})
+    before = cache._state.padding
+    hidden = {"input_ids": ids[:, TOKENS:], "attention_mask": _hiding([slice(3, 9)], TOKENS + 4)}
+    fill(model, cache, hidden, use_cache=False)
+    assert cache.get_seq_length() == TOKENS
+    assert cache._state.padding == before
+    got = fill(model, cache, {"input_ids": ids[:, TOKENS:]})
+    disable(model)
+    want = fill(model, host_cache(model), {"input_ids": ids})[:, TOKENS:]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_equal_rows_keep_masks_of_their_own() -> None:
+    """With one layer, K and V of a row do not show that its last token is hidden."""
+    case = by_name("llama")
+    model = replace(case, options=case.options | {"num_hidden_layers": 1}).build()
+    ids = torch.stack([prompt(TOKENS + 4)] * 2)
+    found = []
+    for cache in (PagedCache(model, block_size=BLOCK), host_cache(model)):
+        fed = {"input_ids": ids[:, :TOKENS], "attention_mask": _hiding([slice(19, 20)], TOKENS)}
+        fill(model, cache, fed)
+        later = {"input_ids": ids[:, TOKENS:], "attention_mask": _hiding([slice(19, 20)], TOKENS + 4)}
+        found.append(fill(model, cache, later))
+        disable(model)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_hidden_is_known_after_tokens_were_dropped() -> None:
+    model = shared_model("falcon-alibi")
+    ids = torch.stack([prompt(TOKENS, seed=1), prompt(TOKENS, seed=2)])
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, {"input_ids": ids, "attention_mask": _hiding([slice(6, 9)], TOKENS)})
+    cache.drop(2, 7)
+    assert cache._state.padding.runs == (((0, 2, None), (4, 15, None)), ((0, 15, None),))
+    with pytest.raises(CacheMismatchError, match=AGAIN.format(2)):
+        fill(model, cache, {"input_ids": ids[:, :1], "attention_mask": _hiding([], 16)})

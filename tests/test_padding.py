@@ -449,16 +449,15 @@ def test_it_is_refused_where_masks_are_the_hosts_too(which: str) -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_a_cache_that_stores_all_its_padding_minds_no_mask() -> None:
+def test_it_is_refused_where_all_padding_is_stored_too() -> None:
     model, inputs = shared_model("falcon-alibi"), ragged(15, 5)
     disable(model)
-    caches = host_cache(model), PagedCache(model, block_size=BLOCK)
-    new = {"input_ids": torch.stack([prompt(2), prompt(2)])}
-    got = []
-    for cache in caches:
-        fill(model, cache, inputs)
-        got.append(fill(model, cache, new))
-    torch.testing.assert_close(got[1], got[0])
+    cache = PagedCache(model, block_size=BLOCK)
+    fill(model, cache, inputs)
+    assert stored_columns(cache) == [[True]] * 2
+    with pytest.raises(CacheMismatchError, match=r"attention_mask: row 1 shows token 0.*10 such tokens"):
+        fill(model, cache, {"input_ids": torch.stack([prompt(2), prompt(2)])})
+    assert cache.get_seq_length() == 15
 
 
 # --- prompts of which nothing is known ----------------------------------------------------------------------
