@@ -175,7 +175,7 @@ def test_looking_at_masks_and_positions_asks_a_gpu_nothing_in_a_decode_step(
 
 TOKENS = 20
 AGAIN = r"attention_mask: row 0 shows token {}, which an earlier mask hid"
-UNSTORED = AGAIN.format(5) + r"|attention_mask: rows \[0\] begin with padding, which the first forward's mask hid"
+UNSTORED = AGAIN.format(5) + r"|attention_mask: rows \[0\] begin with padding, which the first forward"
 SHIFTED = r"position_ids: row 0 .*hides {} tokens that the forwards so far have seen"
 LATER: dict[str, tuple[list[slice], list[slice], str, str]] = {
     "a gap is shown": ([slice(6, 9)], [], AGAIN.format(6), AGAIN.format(6)),
