@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig
 
-from hf_paged_cache import PagedCache, UnsupportedLayerError
+from hf_paged_cache import PagedCache, PagedCacheError, UnsupportedLayerError
 from tests.chats import (
     BLOCK,
     assert_sound,
@@ -51,8 +51,8 @@ def test_blocks_wholly_outside_the_window_are_freed(form: str) -> None:
 
 def test_a_cache_cannot_be_made_without_knowing_the_windows() -> None:
     """Case 54. It takes a model or a config, and keeps no more rows than the stock cache with a config."""
-    with pytest.raises(TypeError, match="config_or_model"):
-        PagedCache()  # type: ignore[call-arg]
+    with pytest.raises(PagedCacheError, match="config_or_model"):
+        PagedCache()
     model = shared_model("mistral")
     for source in (model, model.config):
         cache, stock = PagedCache(source, block_size=BLOCK), host_cache(model)

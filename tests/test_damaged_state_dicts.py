@@ -280,7 +280,7 @@ def test_a_state_dict_with_a_change_is_refused_or_means_what_it_says(kind: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_with_any_change_is_refused_or_means_what_it_says(kind: str) -> None:
-    outcomes = _run(kind, 1.0)
+def test_a_state_dict_with_more_changes_is_refused_or_means_what_it_says(kind: str) -> None:
+    outcomes = _run(kind, 0.1, seed=1)
     print(kind, dict(outcomes))
     assert outcomes["refused"] > outcomes["loaded as it says"]

@@ -85,9 +85,7 @@ def test_a_pool_of_a_window_that_becomes_smaller_is_whole(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["auto", "int8", "int4", "int8_block"])
-@pytest.mark.parametrize("case", ["llama", "mistral", "gemma3", "falcon-h1"])
+@pytest.mark.parametrize(("case", "kind"), [("llama", "int8"), ("mistral", "auto"), ("gemma3", "int4")])
 def test_an_interrupt_anywhere(case: str, kind: str) -> None:
     for act in ACTS:
-        if case != "falcon-h1" or act.name not in ("crop", "truncate"):  # states have no way back
-            outcomes(case, kind, act, interrupting, 61)
+        outcomes(case, kind, act, interrupting, 97)
