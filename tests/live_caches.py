@@ -86,8 +86,8 @@ class Interrupted(Exception):
 class Feeder(PreTrainedModel):
     """Stands for a model: a cache looks for the frame of its forward to know whether that has ended."""
 
-    def __init__(self) -> None:  # it has no parts
-        pass
+    def __init__(self) -> None:  # it has no config
+        torch.nn.Module.__init__(self)
 
     def forward(
         self,

@@ -7,6 +7,7 @@ are held to the same simulation at the end, by logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,12 +27,17 @@ MEDIAN_ERROR = {"int8": 5e-4, "k8v4": 5e-4, "int4": 5e-4}
 """Of logits, where a CPU multiplies bytes: what cutting queries and weights to 16 bits does to a model."""
 
 
-def caches(model: Any, name: str, **options: Any) -> tuple[PagedCache, Any]:
+def caches(model: Any, name: str, *, padding: Sequence[int] = (0,), **options: Any) -> tuple[PagedCache, Any]:
     form = kv_format(name, group_size=GROUP_SIZE)
     assert form is not None
     sinks, residual = EDGES.get(name, (0, 0))
     simulated = simulated_cache(
-        model, form, block_size=BLOCK_SIZE, sink_blocks=sinks, residual_blocks=residual
+        model,
+        form,
+        block_size=BLOCK_SIZE,
+        sink_blocks=sinks,
+        residual_blocks=residual,
+        padding=padding,
     )
     paged = PagedCache(
         model,
@@ -47,7 +53,8 @@ def caches(model: Any, name: str, **options: Any) -> tuple[PagedCache, Any]:
 def both(case: str, name: str, mode: Mode) -> tuple[Any, Any, PagedCache, Any]:
     """What the paged cache and the simulation generate."""
     model = shared_model(case, dtype=torch.float64)
-    _, simulated = caches(model, name)
+    padding = (mode.inputs()["attention_mask"] == 0).sum(1).tolist()
+    _, simulated = caches(model, name, padding=padding)
     disable(model)
     expected = _generate(by_name(case), mode, simulated, model)
     paged, _ = caches(model, name)
