@@ -354,10 +354,10 @@ class Padding:
         """
         if not forward.is_mask_known or (forward.mask is None and self._hides_nothing()):
             return self
-        was, shown = self._shown(forward.start), forward.shown_before()
-        if torch.equal(was, shown):
+        shown = forward.shown_before()
+        if self._is_shown_by(shown):
             return self
-        again = (shown & ~was).nonzero().tolist()
+        again = (shown & ~self._shown(forward.start)).nonzero().tolist()
         if again:
             raise _shown_again(again, forward.start)
         known = self._up_to(forward.start)
@@ -375,6 +375,21 @@ class Padding:
             for runs in self.runs
         )
         return replace(self, runs=runs, end=start)
+
+    def _is_shown_by(self, mask: torch.Tensor) -> bool:
+        """Whether a boolean mask `[batch, tokens]` shows what the last one did.
+
+        Every step of a padded batch asks, so nothing is made here that is as long as its rows.
+        """
+        for row, runs in zip(mask, self._up_to(mask.shape[1]).runs, strict=True):
+            hidden = 0
+            for run in runs:
+                if row[hidden : run.start].any() or not row[run.start : run.end].all():
+                    return False
+                hidden = run.end
+            if row[hidden:].any():
+                return False
+        return True
 
     def _shown(self, tokens: int) -> torch.Tensor:
         """Which of the first tokens, `end` or more, the last mask showed, boolean `[batch, tokens]`."""

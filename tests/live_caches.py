@@ -84,10 +84,13 @@ class Interrupted(Exception):
 
 
 class Feeder(PreTrainedModel):
-    """Stands for a model: a cache looks for the frame of its forward to know whether that has ended."""
+    """Stands for a model: a cache looks for the frame of its forward to know whether that has ended.
 
-    def __init__(self) -> None:  # it has no config
-        torch.nn.Module.__init__(self)
+    It is called, as models are: `use_cache=False` counts only where it shows that somebody said it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(model_config("full"))
 
     def forward(
         self,
@@ -131,6 +134,7 @@ class LiveCaches:
     Attributes:
         executed: Name of a step -> how often it was made, in all runs.
         live: The caches.
+        feeder: The model that all of them belong to.
         steps: Steps of this run.
         dtype: Of K and V.
         max_tokens: Of every pool.
@@ -142,6 +146,7 @@ class LiveCaches:
     def __init__(self) -> None:
         super().__init__()
         self.live: list[Live] = []
+        self.feeder = Feeder()
         self.steps = 0
         self.dtype = torch.float32
         self.max_tokens = 0
@@ -159,7 +164,7 @@ class LiveCaches:
         shown: list[Any] = []
         with self.room_for(one, tokens, batch) as has_room:
             updates = self.updates(one, keys, values, one.layers, looked_at % len(one.layers))
-            shown = list(updates) if how is Feed.IN_A_LOOP else Feeder().forward(updates)
+            shown = list(updates) if how is Feed.IN_A_LOOP else self.feeder(updates)
         if not has_room:
             self.touch("no room", one)
             if not one.model.batch and rows > 1:

@@ -28,7 +28,6 @@ from tests.live_caches import (
     MOST_ROWS,
     WINDOWS,
     Feed,
-    Feeder,
     Interrupted,
     Live,
     LiveCaches,
@@ -129,7 +128,7 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
         with self.room_for(one, tokens, keys.shape[1]) as has_room:
             if ending == "forward":
                 with pytest.raises(Interrupted):
-                    Feeder().forward(updates, is_interrupted=True)
+                    self.feeder(updates, is_interrupted=True)
             else:
                 list(updates)
         if has_room:
@@ -148,7 +147,7 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
         one = self.chosen(which)
         keys, values = self.fresh(one, tokens, rows, how)
         with self.room_for(one, tokens, keys.shape[1]) as has_room:
-            Feeder().forward(self.updates(one, keys, values, one.layers), use_cache=False)
+            self.feeder(self.updates(one, keys, values, one.layers), use_cache=False)
         if has_room:
             one.model.begin(tokens, keeps_history=True)
             one.model.take_back()
@@ -179,7 +178,7 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
             raise Interrupted
 
         with self.room_for(one, tokens, rows) as has_room, pytest.raises(Interrupted):
-            Feeder().forward(updates())
+            self.feeder(updates())
         if has_room and (reached or fault == "nan"):
             one.model.begin(tokens)
             one.model.take_back()

@@ -276,18 +276,22 @@ def test_bfloat16_tokens_are_equal_up_to_ties_within_the_hosts_own_rounding(seed
     assert int((given_up > 0).sum()) <= 0.05 * given_up.numel()
 
 
-def _assert_same_bits(cache: Any, expected_cache: Any, layers: list[int]) -> None:
+def _assert_same_bits(cache: Any, expected_cache: Any, layers: list[int], is_real: torch.Tensor) -> None:
+    """Of real tokens, a boolean `[rows, tokens]`; others read as zeros."""
     for index in layers:
         for side in ("keys", "values"):
             got = getattr(cache.layers[index], side).clone()
             want = getattr(expected_cache.layers[index], side)
             assert got.dtype == want.dtype == torch.bfloat16
-            assert torch.equal(got.view(torch.int16), want.view(torch.int16)), f"{side} of layer {index}"
+            assert not got.transpose(1, 2)[~is_real].any()
+            got, want = (x.transpose(1, 2)[is_real].view(torch.int16) for x in (got, want))
+            assert torch.equal(got, want), f"{side} of layer {index}"
 
 
 def test_bfloat16_keys_and_values_are_stored_to_the_bit() -> None:
     model = shared_model("llama", dtype=torch.bfloat16)
-    inputs = _batch((0, 5, 15))  # with more, there are blocks of padding alone, which are not stored
+    inputs = _batch(RAGGED)
+    is_real = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW_TOKENS - 1), value=1).bool()
     tokens = torch.cat((inputs["input_ids"], _ids(len(RAGGED), NEW_TOKENS, seed=7)), dim=1)
     disable(model)
     expected_cache = host_cache(model)
@@ -295,15 +299,14 @@ def test_bfloat16_keys_and_values_are_stored_to_the_bit() -> None:
     every_layer = list(range(model.config.num_hidden_layers))
 
     cache = paged_cache(model)
-    disable(
-        model
-    )  # the host's arithmetic on views of the blocks: every bit of every layer is decided by storage
+    disable(model)  # the host's arithmetic on views of the blocks: storage decides every bit of every layer
     _step_logits(model, cache, tokens, inputs)
-    _assert_same_bits(cache, expected_cache, every_layer)
+    _assert_same_bits(cache, expected_cache, every_layer, torch.ones_like(is_real))  # padding too
 
     cache = paged_cache(model)
     _step_logits(model, cache, tokens, inputs)
-    _assert_same_bits(cache, expected_cache, [0])  # later layers see what paged attention rounded
+    # Later layers see what paged attention rounded. It is what allows padding not to be stored.
+    _assert_same_bits(cache, expected_cache, [0], is_real)
 
 
 @pytest.fixture(autouse=True)
