@@ -53,7 +53,7 @@ class _Weight:
         shape: Its shape.
         dtype: Its dtype.
         tensor: The tensor, if it still lives; None if others put it there for the time of a forward.
-        address: Of its memory; 0 if it has none of its own.
+        address: Of its memory; 0 if it has none, or none of its own.
         version: Writes that torch has counted; None for an inference tensor.
         steps: Of optimizers, since models are looked at.
     """
@@ -84,7 +84,8 @@ class _Weight:
             return f"`{now.name}` is another tensor"
         if (self.version, self.steps) != (now.version, now.steps):
             return f"`{now.name}` was written to"
-        return None if self.address == now.address else f"`{now.name}` has its data elsewhere"
+        is_known = self.address and now.address
+        return f"`{now.name}` has its data elsewhere" if is_known and self.address != now.address else None
 
     def saved(self) -> SavedWeight:
         """What can be said to another process; of values only if they are still there, and plain."""
@@ -417,7 +418,8 @@ def _alive(references: list[Any]) -> list[Any]:
 
 def _address_of(tensor: torch.Tensor) -> int:
     try:
-        return tensor.data_ptr()
+        # What is given to another process moves to memory that both can see, as it is.
+        return 0 if tensor.is_shared() else tensor.data_ptr()  # type: ignore[no-untyped-call]
     except RuntimeError:  # what torch says of a tensor without memory
         return 0
 

@@ -293,7 +293,7 @@ def test_what_a_cache_cannot_tell_becomes_a_message(monkeypatch: pytest.MonkeyPa
 
     cache = PagedCache(shared_model("llama"))
     monkeypatch.setattr(cache._state, "pull", overflown)
-    assert shown(cache).text == "PagedCache: <rows> are full"
+    assert shown(cache).text == "PagedCache: The KV cache is out of memory. <rows> are full"
 
 
 def test_text_is_escaped() -> None:

@@ -166,7 +166,6 @@ def test_copies_work_where_gradients_are_recorded() -> None:
     model = shared_model("llama")
     cache = PagedCache(model, block_size=16)
     model(ids(20), **{cache_kwarg(): cache})
-    assert all(not layer.keys.requires_grad for layer in cache.layers)
     for make in COPIES.values():
         twin = make(cache)
         assert torch.equal(twin.layers[1].keys + 0, cache.layers[1].keys + 0)

@@ -203,11 +203,16 @@ def test_the_dynamic_cache_is_contiguous_again_after_tokens_are_taken_back(small
     assert all(layer.keys.is_contiguous() and layer.values.is_contiguous() for layer in dynamic.cache.layers)
 
 
-def test_bytes_and_layers_of_a_case_cover_four_times_the_last_level_cache() -> None:
+def test_bytes_and_layers_of_a_case_cover_four_times_the_last_level_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = Case(Shape("SmolLM2-135M", 9, 3, 64), 1, torch.float32, 512)
     assert case.kv_bytes == 2 * 3 * 512 * 64 * 4
     assert case.kv_bytes * case.layers >= 4 * readers.l3_bytes()
-    assert Case(Shape("Llama-3-8B", 32, 8, 128), 8, torch.float32, 8192).layers == 2
+    large = Case(Shape("Llama-3-8B", 32, 8, 128), 8, torch.float32, 8192)
+    for mebibytes, layers in ((32, 2), (384, 3)):
+        monkeypatch.setattr(layer_stacks, "l3_bytes", lambda size=mebibytes: size << 20)
+        assert large.layers == layers
 
 
 def test_readers_read_the_whole_buffer(small_l3: None) -> None:

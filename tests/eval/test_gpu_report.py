@@ -96,12 +96,13 @@ def test_the_table_names_the_worst_case_of_each_kernel_and_dtype(tmp_path: Path)
 
 def test_the_table_shows_decoding_beside_the_copy(tmp_path: Path) -> None:
     values = {
-        "eager_us": 70.0, "graph_us": 60.04, "graph_gb_per_s": 4000.0, "graph_percent_of_copy": 93.0,
+        "eager_us": 70.0, "masked_us": 75.0,
+        "graph_us": 60.04, "graph_gb_per_s": 4000.0, "graph_percent_of_copy": 93.0,
         "eager_percent_of_copy": 80.0, "sdpa_us": 90.0, "copy_gb_per_s": 4300.0, "rms_ratio": 1e-3,
     }  # fmt: skip
     launches = Record("launches/8x8192", values={"launches": 2, "kernels": ["write", "attend"]})
     text = table.text_of(_report(tmp_path, "c", Record("decode/8x8192", values=values), launches))
-    assert ["8x8192", "70.0", "60.0", "4000", "93.0", "80.0", "90.0", "4300", "1.0e-03"] in [
+    assert ["8x8192", "70.0", "75.0", "60.0", "4000", "93.0", "80.0", "90.0", "4300", "1.0e-03"] in [
         line.split() for line in text.splitlines()
     ]
     assert "2 launches per layer: write, attend" in text

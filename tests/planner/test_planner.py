@@ -57,9 +57,9 @@ def test_twenty_requests_of_llama_2_7b_take_43_gigabytes_and_the_pool_a_few_bloc
 @pytest.mark.parametrize(
     ("config", "bound"),
     [
-        # Old window, new window, and the edges of both: 2 * (4096 / 64 + 1) blocks a row.
-        pytest.param(MistralConfig(sliding_window=4096), 130 * 64 * 131_072, id="Mistral-7B-v0.1"),
-        pytest.param(MistralConfig(sliding_window=1024), 34 * 64 * 131_072, id="a smaller window"),
+        # The window and its edge: 4096 / 64 + 1 blocks a row.
+        pytest.param(MistralConfig(sliding_window=4096), 65 * 64 * 131_072, id="Mistral-7B-v0.1"),
+        pytest.param(MistralConfig(sliding_window=1024), 17 * 64 * 131_072, id="a smaller window"),
     ],
 )
 def test_a_model_of_windows_is_bounded_by_them(config: MistralConfig, bound: int) -> None:
