@@ -25,6 +25,7 @@ _STYLES = (
 )
 _MOST_MARKERS = 8
 _LEGEND_LINE = 0.07  # height, of that of the axes
+_LEGEND_EDGES = 0.05
 
 
 def draw_timelines(timelines: Sequence[MemoryTimeline], path: str | Path | None) -> Figure:
@@ -41,7 +42,7 @@ def draw_timelines(timelines: Sequence[MemoryTimeline], path: str | Path | None)
         axes.set_xlabel("tokens in each row of the cache")
         legend = axes.legend(fontsize="small", loc="upper left", frameon=False)
         lines = sum(1 + text.get_text().count("\n") for text in legend.get_texts())
-        room = 1 / (1 - min(0.7, _LEGEND_LINE * lines))
+        room = 1 / (1 - min(0.7, _LEGEND_EDGES + _LEGEND_LINE * lines))
         bottom, top = axes.get_ylim()
         bottom = min(0, bottom)  # a process may hold less than at the start
         axes.set_ylim(bottom=bottom, top=bottom + room * (top - bottom))
