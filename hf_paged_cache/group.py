@@ -153,6 +153,8 @@ class LayerGroup:
         """Begin with so many empty rows."""
         self.manager.start(batch)
         self._tables.tokens = 0
+        for faults in self._faults.values():  # of rows before; here, where there are none to go back to
+            faults.reset()
         self._provide_slots(batch)
         self.sync_tables()
 
@@ -162,8 +164,6 @@ class LayerGroup:
         self._tables.tokens = 0
         if self.dense is not None:
             self.dense.reset()
-        for faults in self._faults.values():
-            faults.reset()
 
     def check_faults(self) -> None:
         """Raise UnstorableValueError if kernels of a GPU have met K or V that cannot be stored."""
@@ -475,8 +475,10 @@ class LayerGroup:
         if self._tables.sync(self._rows, from_column, self.manager.offsets):
             for layer_idx in self._layers:
                 self._bind(layer_idx)
-        for pool, _, blocks in self._layers.values() if self.dense is not None else ():
-            blocks.dense_columns = self._dense_columns(pool)
+        if self.dense is not None:
+            columns = {id(pool): self._dense_columns(pool) for pool in self.pools}
+            for pool, _, blocks in self._layers.values():
+                blocks.dense_columns = columns[id(pool)]
 
     def _rows(self, is_marked: bool) -> list[list[int]]:
         """The entries of all rows."""

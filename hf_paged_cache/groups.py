@@ -299,8 +299,8 @@ class LayerGroups:
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost, over all caches of the store."""
-        self.store.collect()
         with self.store.lock:
+            self.store.collect()
             for group in self.all:
                 others = [
                     table.ids

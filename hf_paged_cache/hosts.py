@@ -186,13 +186,16 @@ class HostParts:
 
     def save(self) -> Restore:
         """Remember what they are, for a change that replaces tensors. Returns what puts it back."""
-        undo, text = Undo(), self._text.save()
+        undo, text, forward = Undo(), self._text.save(), self._state.undo.save_all()
+        attributes = vars(self) | {"_done": set(self._done)}
         for part in self._parts.values():
             undo.save(part, clone=False)
 
         def restore() -> None:
+            vars(self).update(attributes)
             undo.put_back()
             text()
+            forward()
 
         return restore
 

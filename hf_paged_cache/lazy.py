@@ -52,6 +52,8 @@ class LazyTensor(torch.Tensor):
             return tensor
 
         def protect(result: torch.Tensor) -> torch.Tensor:
+            if result.layout is not torch.strided:
+                return result
             origin = origins.get(result.untyped_storage().data_ptr())
             return result if origin is None else ReadOnlyTensor(result, origin)
 

@@ -10,7 +10,11 @@ with what scale, under the names that `peft` has for it.
 
 Not seen: writes through `tensor.data` into memory that stays in place, or by code that torch does not know;
 weights that are changed while others keep them for a model (offloading hooks, FSDP, ZeRO), since those are
-new tensors in every forward; activity of adapters that is told to a forward alone.
+new tensors in every forward, or their layers convert them at the first; activity of adapters that is told to
+a forward alone.
+
+Refused although K and V would be right: more tokens in the embeddings, a model that was moved to another
+device and back, persistent buffers that a forward itself writes, and a copy of model and cache together.
 
 A saved cache knows names, shapes, dtypes, and a digest of a few values of every plain tensor. They are read
 when it is saved, and when a model uses it for the first time.
@@ -40,6 +44,8 @@ _WATCH = "_hf_paged_cache_watch"
 _SAMPLES = 16
 _MOVING_HOOKS = {"CpuOffload", "LayerwiseCastingHook"}
 """Hooks of accelerate that always move weights; others say so."""
+_CONVERTING = {"bitsandbytes", "gptqmodel", "auto_gptq", "awq"}
+"""Packages whose layers bring their weights into another form at their first forward."""
 _address = torch.Tensor.data_ptr
 _version = attrgetter("_version")
 
@@ -324,6 +330,7 @@ class _Survey:
         self._seen.add(id(module))
         self.modules.append(module)
         is_moved = is_moved or _is_moved(module)
+        converts = type(module).__module__.partition(".")[0] in _CONVERTING
         transient = module._non_persistent_buffers_set
         given: dict[str, torch.Tensor | None] = {
             **module._parameters
@@ -333,10 +340,10 @@ class _Survey:
                 # Made for the time of a forward, or to be: the second is a mark of DeepSpeed's.
                 is_lent = not isinstance(tensor, torch.nn.Parameter) and tensor._is_view()
                 is_lent = is_lent or hasattr(tensor, "ds_id")
-                self._add(tensor, name + key, is_moved=is_moved or is_lent)
+                self._add(tensor, name + key, is_moved=is_moved or is_lent, converts=converts)
         for key, tensor in module._buffers.items():
             if tensor is not None and key not in transient and not _is_count(tensor):
-                self._add(tensor, name + key, is_moved=is_moved)
+                self._add(tensor, name + key, is_moved=is_moved, converts=converts)
         adapters = _adapters_of(module)
         for key, child in module._modules.items():
             if child is not None and (keys is None or key in keys):
@@ -344,10 +351,13 @@ class _Survey:
                 chosen = frozenset(adapters.active) if adapters is not None and is_choice else None
                 self.visit(child, f"{name}{key}.", is_moved=is_moved, keys=chosen)
 
-    def _add(self, tensor: torch.Tensor, name: str, *, is_moved: bool) -> None:
+    def _add(self, tensor: torch.Tensor, name: str, *, is_moved: bool, converts: bool) -> None:
         if id(tensor) in self._seen or torch.nn.parameter.is_lazy(tensor):
             return
         self._seen.add(id(tensor))
+        if converts:
+            self.weights.append(_Weight(name, (), torch.uint8, None, 0, None, 0))
+            return
         self.weights.append(_Weight.of(name, tensor, is_moved=is_moved))
         if hasattr(tensor, "__tensor_flatten__") and not is_moved:
             # What a subclass is made of may be written to by itself.
@@ -418,8 +428,9 @@ def _alive(references: list[Any]) -> list[Any]:
 
 def _address_of(tensor: torch.Tensor) -> int:
     try:
-        # What is given to another process moves to memory that both can see, as it is.
-        return 0 if tensor.is_shared() else tensor.data_ptr()  # type: ignore[no-untyped-call]
+        # What is given to another process moves to memory that both can see. (On a GPU all is shared.)
+        is_shared: bool = tensor.is_cpu and tensor.is_shared()  # type: ignore[no-untyped-call]
+        return 0 if is_shared else tensor.data_ptr()
     except RuntimeError:  # what torch says of a tensor without memory
         return 0
 

@@ -179,8 +179,10 @@ class CacheState:
             if start and call.is_generating and self.is_encoder_decoder and not self._is_cross:
                 self.history.check_restart(call.input_ids)
             self._enter(call, start)
+        noted, self._noted = self._noted, None  # of this forward alone, also if it is refused
         try:
-            self.change(partial(self._begin, start, key_states, value_states, call, is_read_only))
+            padding = self._padding_after(start, key_states, call, noted)
+            self.change(partial(self._begin, start, key_states, value_states, call, padding, is_read_only))
         except BaseException:
             self.take_back_outside()
             raise
@@ -191,11 +193,12 @@ class CacheState:
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         call: ModelCall | None,
+        padding: Padding,
         is_read_only: bool,
     ) -> None:
         keep_history = self.record_past or is_read_only
-        before = self.padding
-        self.padding = self._reserve(start, key_states, value_states, call, keep_history=keep_history)
+        self._reserve(start, key_states, value_states, padding, keep_history=keep_history)
+        before, self.padding = self.padding, padding
         self.step_start, self.step_end = start, start + key_states.shape[2]
         self.has_open_step = self.is_static
         self._twins.begin(self.batch if not start and not self.is_static else 0)
@@ -247,7 +250,8 @@ class CacheState:
         if self.is_lost:
             raise CacheMismatchError(
                 "a forward failed, or was only to read, after recurrent states had moved on that this model "
-                "keeps in itself, and nobody can take those back; call `cache.reset()` and start from the "
+                "keeps in itself, or rows were copied over each other (compile=True) and that was "
+                "interrupted: nobody can take that back; call `cache.reset()` and start from the "
                 "prompt"
             )
 
@@ -333,9 +337,10 @@ class CacheState:
         Raises:
             CacheMismatchError: It shows padding that is not stored.
         """
-        self._noted = NotedMask(start, new_tokens, mask)
+        noted, self._noted = NotedMask(start, new_tokens, mask), None
         if start and self.padding.tokens:
-            self.padding.check_mask(self._noted, calls.current())
+            self.padding.check_mask(noted, calls.current())
+        self._noted = noted
 
     def check_static_room(self, tokens: int) -> None:
         """Raise PoolExhausted if static rows cannot have so many tokens."""
@@ -497,6 +502,8 @@ class CacheState:
             if parts is not None:
                 parts.select(rows)
 
+        for group in self._groups.static:
+            group.check_rows(len(rows))
         # Rows that own their blocks are copied over each other, which cannot be taken back.
         was_lost, self.is_lost = self.is_lost, self.is_lost or self.is_static
         self.change(make, parts)
@@ -558,6 +565,8 @@ class CacheState:
     ) -> None:
         """Cut every row down to its first tokens, and put others behind them. Part of a change.
 
+        Where that fails after the cut, the first tokens are what is left.
+
         Args:
             start: Tokens that stay.
             behind: For every layer that holds tokens its index, and K and V of those that come.
@@ -565,10 +574,10 @@ class CacheState:
         """
         _, keys, values = behind[0]
         self._groups.check_room_for(start, keys.shape[2], self.batch)
-        if start:
-            self._crop_to(start)
-        else:
-            self._clear()
+        self._crop_to(start)
+        # What is written now may lie where the tail did.
+        self._groups.store.keep(partial(self._save, None))
+        if not start:
             self._open_rows(keys, values, keep_history=self.record_past)
         self._groups.reserve(
             self.batch, start, keys.shape[2], keep_history=self.record_past, padding=padding.unstored
@@ -604,7 +613,7 @@ class CacheState:
         twin.step_start = twin.step_end = saved.length
         twin.record_past, twin.is_lost = saved.record_past, False
         twin.owner = saved.owner
-        twin._last_written = twin._noted = twin._root = None
+        twin._last_written = twin._noted = twin._root = twin.gradients_from = None
         twin._twins = Twins()
         twin._close_step()
         if saved.input_ids.shape[1]:
@@ -683,12 +692,11 @@ class CacheState:
         start: int,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        call: ModelCall | None,
+        padding: Padding,
         *,
         keep_history: bool,
-    ) -> Padding:
-        """Make room in all groups. Returns what is to be remembered of padding."""
-        padding = self._padding_after(start, key_states, call)
+    ) -> None:
+        """Make room in all groups."""
         if not self.batch:
             self._open_rows(key_states, value_states, keep_history=keep_history)
         keep = partial(self._groups.store.keep, partial(self._save, None))
@@ -700,7 +708,6 @@ class CacheState:
             padding=padding.unstored,
             let_go=keep if start else lambda: None,
         )
-        return padding
 
     def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
         self._groups.open_rows(
@@ -708,9 +715,10 @@ class CacheState:
         )
         self.batch = key_states.shape[0]
 
-    def _padding_after(self, start: int, key_states: torch.Tensor, call: ModelCall | None) -> Padding:
+    def _padding_after(
+        self, start: int, key_states: torch.Tensor, call: ModelCall | None, noted: NotedMask | None
+    ) -> Padding:
         """What is to be remembered of padding when the new tokens are stored."""
-        noted, self._noted = self._noted, None
         if call is None or self._is_cross:
             return self.padding
         new_tokens, device = key_states.shape[2], key_states.device

@@ -144,6 +144,15 @@ class StaticGroup(LayerGroup):
     def release_outside_window(self) -> None:
         """Nothing: blocks outside the window stay."""
 
+    def check_rows(self, count: int) -> None:
+        """Raise PagedCacheError unless there are so many rows."""
+        rows = self.manager.batch
+        if count != rows:
+            raise PagedCacheError(
+                f"with compile=True the number of rows is fixed: there are {rows}, and {count} were asked "
+                "for. Make the cache without compile=True"
+            )
+
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Copy rows over each other; a compiled step could not copy a shared block when it writes to one.
 
@@ -151,11 +160,7 @@ class StaticGroup(LayerGroup):
             PagedCacheError: The number of rows would change.
         """
         rows = self.manager.tables
-        if len(row_indices) != len(rows):
-            raise PagedCacheError(
-                f"with compile=True the number of rows is fixed: there are {len(rows)}, and "
-                f"{len(row_indices)} were asked for. Make the cache without compile=True"
-            )
+        self.check_rows(len(row_indices))
         used = -(-self.num_tokens // self.block_size)
         moved = [(source, row) for row, source in enumerate(row_indices) if row != source]
         for pool in self.pools if moved else ():

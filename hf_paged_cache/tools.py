@@ -174,7 +174,7 @@ class CacheTools:
         Raises:
             PagedCacheError: The range is not inside the history, or the keys of this model carry positions.
             PoolExhausted: Others share the blocks, and there are too few to write the tokens behind anew.
-                Nothing has changed.
+                Nothing has changed. (An interrupt while they are written leaves the tokens before `start`.)
         """
         state = self._settled("drop")
         start, end = as_count("drop", "start", start), as_count("drop", "end", end)

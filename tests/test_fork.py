@@ -313,3 +313,15 @@ def test_a_cache_can_change_threads_between_calls_also_after_a_failure() -> None
     alone = PagedCache(model, block_size=16)
     for mine, tokens in zip(got, (ids(9, 1), ids(4, 1, seed=1)), strict=True):
         assert torch.equal(mine, feed(model, alone, tokens))
+
+
+def test_what_is_loaded_wants_no_gradients() -> None:
+    model, cache = shared_model("llama"), PagedCache(shared_model("llama"), block_size=16)
+    with torch.no_grad():
+        model(ids(20), **{cache_kwarg(): cache})
+    saved = cache.state_dict()
+    cache.reset()
+    model(ids(10), **{cache_kwarg(): cache})
+    cache.load_state_dict(saved)
+    model(ids(3), **{cache_kwarg(): cache}).logits.sum().backward()
+    model.zero_grad()

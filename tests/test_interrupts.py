@@ -6,11 +6,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hf_paged_cache import PagedCache
+from hf_paged_cache.kernels import dispatch
 from tests.interrupts import ACTS, Act, Interrupted, Scene, interrupting, short_of_memory
 from tests.models import shared_model
 from tests.quantised import cache_of, feed, ids
@@ -82,6 +85,28 @@ def test_a_pool_of_a_window_that_becomes_smaller_is_whole(kind: str) -> None:
         cache.reset()
         cache.check_integrity()
         assert cache.stats().used_blocks == 0
+
+
+def test_a_drop_that_fails_while_tokens_are_moved_leaves_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = shared_model("falcon-alibi")
+    cache, control = cache_of(model, "auto"), cache_of(model, "auto")
+    feed(model, cache, ids(40))
+    feed(model, control, ids(40)[:, :5])
+    writes = []
+
+    def write(*args: Any) -> None:
+        if writes:
+            raise KeyboardInterrupt
+        writes.append(dispatch.write(*args))
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("hf_paged_cache.state.dispatch", SimpleNamespace(write=write))
+        cache.drop(5, 9)
+    assert cache.get_seq_length() == 5
+    assert torch.allclose(feed(model, cache, ids(3)), feed(model, control, ids(3)), atol=1e-5)
+    cache.check_integrity()
 
 
 @pytest.mark.slow

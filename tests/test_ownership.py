@@ -507,3 +507,20 @@ def test_ranks_of_a_tensor_parallel_model_generate_what_one_process_does(tmp_pat
         assert rank.returncode == 0
         assert out.splitlines()[-1].startswith("DTensor {")
         assert ast.literal_eval(out.splitlines()[-1].removeprefix("DTensor ")) == want
+
+
+def test_layers_that_convert_their_weights_at_the_first_forward_go_on() -> None:
+    """As those of bitsandbytes do with biases, and on CPUs with weights."""
+    model = by_name("llama").build()
+    linear = model.model.layers[1].mlp.up_proj
+
+    def converting(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data.clone()
+        return torch.nn.functional.linear(x, self.weight)
+
+    kind = type("Linear4bit", (torch.nn.Linear,), {"forward": converting, "__module__": "bitsandbytes.nn"})
+    linear.__class__ = kind
+    cache = PagedCache(model, block_size=16)
+    for tokens in (20, 3):
+        feed(model, cache, ids(tokens))
+    assert cache.get_seq_length() == 23

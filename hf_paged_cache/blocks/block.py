@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 NULL_BLOCK = -1
-"""Table entry of a block whose tokens are not stored: they left the sliding window, or are all padding."""
+"""Table entry of a block whose tokens are not stored: they left the sliding window."""
 
 
 class BlockState(IntEnum):

@@ -60,9 +60,9 @@ class BlockManager:
         first_held: First token that is what a forward stored. Those before it in its block are not: they came
             from somebody who had dropped them.
         version: Bumped by whatever takes content away from a row or gives it other content: `crop`,
-            `reorder`, `reset`, and a `reserve` or `release_outside_window` that releases blocks. Not by
-            appending, nor by copy-on-write (the content stays equal; `Reservation.changed_from` tells of the
-            new id).
+            `reorder`, `reset`, a `reserve` or `release_outside_window` that releases blocks, and a `restore`.
+            Not by appending, nor by copy-on-write (the content stays equal; `Reservation.changed_from` tells
+            of the new id).
 
     Raises:
         PagedCacheError: A size is below 1.
