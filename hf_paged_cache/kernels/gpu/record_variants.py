@@ -212,8 +212,10 @@ def encode_records_constants(*, form: RecordFormat, seal: bool, check: bool) -> 
 
 def _register_limit(keys: Codec, values: Codec, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
     """Left alone, NVIDIA's compiler spills a few registers to stay at 128, where more change nothing."""
-    if INTERPRETED or generation() == "amd" or dtype == torch.float32 or min(keys.bits, values.bits) == 4:
+    if INTERPRETED or generation() == "amd" or dtype == torch.float32:
         return {}
+    if min(keys.bits, values.bits) == 4:
+        return {"maxnreg": _ALL_REGISTERS} if tile.queries == 16 and keys.bits == 4 else {}
     return {"maxnreg": _THREE_PROGRAMS_REGISTERS if tile.queries == 16 else _ALL_REGISTERS}
 
 
