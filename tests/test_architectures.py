@@ -356,7 +356,7 @@ def test_a_model_with_its_state_in_itself_asks_for_a_reset() -> None:
     cache = paged(model)
     step(model, ids[:, :20], cache)
     interrupt(model, ids[:, 20:21], cache, 1.0)
-    with pytest.raises(CacheMismatchError, match=r"nobody can take those back; call `cache\.reset\(\)`"):
+    with pytest.raises(CacheMismatchError, match=r"nobody can take that back; call `cache\.reset\(\)`"):
         step(model, ids[:, 20:21], cache)
     cache.reset()
     assert close(step(model, ids, cache), step(model, ids, stock(model)))
