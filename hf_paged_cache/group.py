@@ -21,6 +21,7 @@ from .kv_pool import KVPool, PoolShape, Storage, split_pairs
 from .precision import Precision
 from .saved import SavedGroup, SavedLayer
 from .spec import LayerSpec
+from .step import Step
 from .store import Saved, Section
 from .tables import DeviceTables
 
@@ -50,7 +51,7 @@ class LayerGroup:
         window: Tokens a query sees, itself included, or None for all.
         specs: Layer index -> what the config says of that layer.
         section: Whose blocks it takes; other caches may take of them too.
-        is_writing: A forward is in progress, and layers write where they were bound.
+        step: The step in which layers write where they were bound; None between steps.
         formats: Layer index -> how it is stored, None for the model's dtype.
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantised layers are in the model's dtype; None if none ever is.
@@ -74,7 +75,7 @@ class LayerGroup:
         self.window = window
         self.specs = specs
         self.section = section
-        self.is_writing = False
+        self.step: Step | None = None
         precision = precision or Precision(dict.fromkeys(specs))
         self.formats = {index: precision.formats[index] for index in specs}
         self.manager = BlockManager(section.blocks.num_blocks, block_size, window, pool=section.blocks)
@@ -353,8 +354,13 @@ class LayerGroup:
 
     @property
     def can_grow(self) -> bool:
-        """Whether no other cache is writing where its layers were bound."""
-        return not any(group.is_writing for group in self.section.members if group is not self)
+        """Whether no other cache is writing where its layers were bound.
+
+        One whose forward has ended writes no more, also if nobody has looked at it since: an exception may
+        have left that forward for good.
+        """
+        steps = (group.step for group in self.section.members if group is not self)
+        return all(step is None or step.is_over for step in steps)
 
     def grow(self, num_blocks: int) -> None:
         """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none."""
@@ -383,15 +389,16 @@ class LayerGroup:
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
-        manager, dense, tokens = self.manager.save(), self.dense, self.num_tokens
+        manager, dense, tokens, step = self.manager.save(), self.dense, self.num_tokens, self.step
         slots = None if dense is None else dense.save()
         attributes = {
             name: copy.copy(getattr(self, name))
-            for name in ("pools", "formats", "_unguarded", "_layers", "_changed", "is_writing")
+            for name in ("pools", "formats", "_unguarded", "_layers", "_changed")
         }
 
         def restore() -> None:
             vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
+            self.step = step
             self.manager.restore(manager)
             if dense is not None and slots is not None:
                 dense.restore(slots)
@@ -437,7 +444,7 @@ class LayerGroup:
         """The same layers over other blocks; `storages` says where those of today have gone."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
-        twin.section, twin.manager, twin.dense = section, manager, dense
+        twin.section, twin.manager, twin.dense, twin.step = section, manager, dense, None
         twin.formats, twin._unguarded = dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()

@@ -20,6 +20,7 @@ from .precision import Precision
 from .saved import SavedCache
 from .spec import LayerSpec
 from .static import StaticGroup
+from .step import Step
 from .store import Saved, Store
 
 
@@ -256,10 +257,10 @@ class LayerGroups:
         group.grow(grown)
         return True
 
-    def set_writing(self, is_writing: bool) -> None:
-        """Note whether a forward is in progress: then tensors have to stay where they are."""
+    def set_step(self, step: Step | None) -> None:
+        """Note the step in progress: as long as its forward runs, tensors have to stay where they are."""
         for group in self.all:
-            group.is_writing = is_writing
+            group.step = step
 
     def would_seal(self, new_tokens: int) -> bool:
         """Whether blocks are encoded, for all of their layers, when so many tokens come."""
@@ -291,7 +292,7 @@ class LayerGroups:
         """Forget all rows and give their blocks back; pools stay."""
         for group in self.all:
             group.reset()
-            group.is_writing = False
+            group.step = None
 
     def pull_length(self) -> int:
         """Tokens of static rows, asked of the device."""
