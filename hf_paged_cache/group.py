@@ -266,9 +266,8 @@ class LayerGroup:
         size, end = self.block_size, start + key_states.shape[2]
         found: list[torch.Tensor] = []
         for row, table in enumerate(self.manager.tables):
-            dense = () if self.dense is None else dict(self.dense.slots_of(table.ids))
             columns = range(-(-table.token_at(start) // size), table.token_at(end) // size)
-            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in dense)
+            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in table.dense)
             for column in islice(encoded, 1):
                 first = table.offset + column * size - start
                 found.append(key_states[row, :, first : first + size])
@@ -487,15 +486,15 @@ class LayerGroup:
             for pool, _, blocks in self._layers.values():
                 blocks.dense_columns = columns[id(pool)]
 
-    def _rows(self, is_marked: bool) -> list[list[int]]:
-        """The entries of all rows."""
-        rows = [table.ids for table in self.manager.tables]
+    def _rows(self, is_marked: bool, from_column: int) -> list[list[int]]:
+        """The entries of all rows from one column on."""
+        rows = [table.ids[from_column:] for table in self.manager.tables]
         if not is_marked or self.dense is None:
             return rows
-        rows = [row.copy() for row in rows]
-        for row in rows:
-            for column, slot in self.dense.slots_of(row):
-                row[column] = dense_entry(slot)
+        for row, table in zip(rows, self.manager.tables, strict=True):
+            for column, slot in self.dense.slots_of(table):
+                if column >= from_column:
+                    row[column - from_column] = dense_entry(slot)
         return rows
 
     def _has_marks(self, pool: KVPool) -> bool:
@@ -503,12 +502,11 @@ class LayerGroup:
 
     def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...] | None:
         """As `LayerBlocks` has them; on a CPU nobody asks."""
-        dense = self.dense
         if pool.shape.device.type == "cpu":
             return None
-        if dense is None or pool.form is None:
+        if self.dense is None or pool.form is None:
             return ()
-        rows = [tuple(c for c, _ in dense.slots_of(table.ids)) for table in self.manager.tables]
+        rows = [tuple(table.dense) for table in self.manager.tables]
         return tuple(rows[:1] if len(set(rows)) == 1 else rows)
 
     def _bind(self, layer_idx: int) -> None:

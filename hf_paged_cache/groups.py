@@ -311,7 +311,7 @@ class LayerGroups:
                 ]
                 group.manager.check_integrity(others)
                 if group.dense is not None:
-                    group.dense.check_integrity()
+                    group.dense.check_integrity(group.manager)
 
     def fork(self) -> LayerGroups:
         """The same rows for another cache, by sharing their blocks."""

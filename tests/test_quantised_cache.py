@@ -17,6 +17,7 @@ from hf_paged_cache.errors import (
 )
 from hf_paged_cache.faults import Faults
 from hf_paged_cache.formats import kv_format
+from tests.blocks.rows import Counted
 from tests.models import shared_model
 from tests.quantised import BLOCK, NAMES, cache_of, feed, ids, states, update_all
 
@@ -282,3 +283,20 @@ def test_notes_of_a_device_are_read_a_step_later() -> None:
     faults.reset()
     faults.check()
     faults.check()
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_bookkeeping_of_a_step_takes_as_much_however_long_rows_are(model: Any, kind: str) -> None:
+    def looks(blocks: int) -> int:
+        cache = cache_of(model, kind, max_tokens=BLOCK * (blocks + 10))
+        update_all(cache, *states(BLOCK * blocks))
+        (group,) = cache._state.groups
+        update_all(cache, *states(1))
+        (table,) = group.manager.tables
+        table.ids = Counted(table.ids)
+        Counted.looks = 0
+        for step in range(2 * BLOCK):
+            update_all(cache, *states(1, seed=step))
+        return Counted.looks
+
+    assert 0 < looks(200) == looks(10)
