@@ -113,18 +113,14 @@ class LayerGroups:
             PoolExhausted: Static rows cannot be that long.
         """
         batch, new_tokens = key_states.shape[0], key_states.shape[2]
-        precision = Precision.of(self._config, self._specs, new_tokens)
-        if precision != self.precision:
-            # What was stored in other formats is of no use any more.
-            self.precision = precision
-            self.clear()
+        self.adapt(new_tokens)
         if not self._by_window:
             self.is_static = would_be_static(key_states.device)
         capacity = self._capacity.wanted_blocks(
             batch,
             new_tokens,
             PoolShape.of(key_states, value_states),
-            precision,
+            self.precision,
             keep_history=keep_history,
             is_static=self.is_static,
         )
@@ -138,6 +134,13 @@ class LayerGroups:
             self._by_window[window] = self._new_group(window, capacity[window], batch)
         for group in self.all:
             group.start(batch)
+
+    def adapt(self, prompt_tokens: int) -> None:
+        """Without rows: settle how those are stored that begin with so many tokens. Other pools go."""
+        precision = Precision.of(self._config, self._specs, prompt_tokens)
+        if precision != self.precision:
+            self.precision = precision
+            self.clear()
 
     def clear(self) -> None:
         """Forget the groups with their rows; the next ones may be stored in other formats."""

@@ -182,6 +182,9 @@ class CacheState:
         noted, self._noted = self._noted, None  # of this forward alone, also if it is refused
         try:
             padding = self._padding_after(start, key_states, call, noted)
+            if not self.batch:
+                # Alone: what the change that opens rows could bring back is not free for their pools.
+                self.change(partial(self._groups.adapt, new_tokens))
             self.change(partial(self._begin, start, key_states, value_states, call, padding, is_read_only))
         except BaseException:
             self.take_back_outside()

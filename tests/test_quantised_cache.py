@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from transformers import Lfm2Config
 
-from hf_paged_cache import PagedCache
+from hf_paged_cache import PagedCache, kv_pool
 from hf_paged_cache.errors import (
     PagedCacheError,
     UnstorableValueError,
@@ -190,6 +191,37 @@ def test_adaptive_chooses_anew_after_a_reset(model: Any) -> None:
         assert set(cache.stats().layer_dtypes.values()) == {name}
         cache.check_integrity()
         cache.reset()
+
+
+def test_pools_of_another_format_are_free_memory_when_the_next_are_sized(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate, held = kv_pool.allocate, []
+
+    def allocated(*args: Any) -> torch.Tensor:
+        tensor = allocate(*args)
+        held.append((weakref.ref(tensor), tensor.nbytes))
+        return tensor
+
+    def free(device: torch.device) -> int:
+        return 100_000 - sum(nbytes for tensor, nbytes in held if tensor() is not None)
+
+    monkeypatch.setattr(kv_pool, "allocate", allocated)
+    monkeypatch.setattr("hf_paged_cache.capacity.free_memory_bytes", free)
+
+    def blocks(cache: PagedCache, tokens: int) -> int:
+        update_all(cache, *states(tokens))
+        found = cache.stats().num_blocks
+        cache.reset()
+        return found
+
+    def made() -> PagedCache:
+        return cache_of(model, "adaptive", adaptive_threshold=30)
+
+    prompts = (20, 60, 20)
+    want = [blocks(made(), tokens) for tokens in prompts]
+    cache = made()
+    assert [blocks(cache, tokens) for tokens in prompts] == want
 
 
 @pytest.mark.parametrize("name", NAMES)
