@@ -102,9 +102,9 @@ def test_inductor_writes_to_the_pools_in_place(monkeypatch: pytest.MonkeyPatch) 
     cache, written = static_cache(model), set()
     write = launch.write
 
-    def recorded(keys: torch.Tensor, values: torch.Tensor, *args: torch.Tensor) -> None:
+    def recorded(keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> None:
         written.update(pool.untyped_storage().data_ptr() for pool in (keys, values))
-        write(keys, values, *args)
+        write(keys, values, *args, **options)
 
     monkeypatch.setattr(launch, "write", recorded)
     config = compile_config()
