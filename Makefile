@@ -18,14 +18,14 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m eval
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 # The contracts with transformers and Triton, on their oldest supported versions.
 test-oldest: $(OLDEST_VENV)/.ready
-	$(OLDEST_VENV)/bin/python -m pytest -n auto -m "not slow" tests/test_contract.py tests/test_parity.py \
+	$(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" tests/test_contract.py tests/test_parity.py \
 		tests/test_activation.py tests/test_compile.py tests/test_compile_limits.py tests/test_masks.py \
 		tests/test_quantised_parity.py tests/test_quantised_cache.py tests/test_guard.py tests/kernels/test_triton.py \
 		tests/kernels/test_triton_quantised.py tests/test_contract_table.py tests/test_architectures.py \

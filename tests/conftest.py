@@ -13,7 +13,9 @@ if not torch.cuda.is_available():
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # workers share the cores already
+    # Workers share the cores already, with the processes that tests start.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
