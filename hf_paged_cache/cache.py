@@ -179,7 +179,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
         Returns:
             K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when anything but paged
-            attention touches them.
+            attention touches them; dense tensors where that is off.
 
         Raises:
             CacheMismatchError: The tensors do not fit what the cache holds, or there are no new tokens.

@@ -70,7 +70,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
         Returns:
             K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when touched; dense tensors
-            where a gradient is wanted.
+            where a gradient is wanted, or the model's attention is none of this package.
 
         Raises:
             CacheMismatchError: Shape, dtype or device do not fit what the cache holds, or there are no new
@@ -106,7 +106,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         wants_gradients = key_states.requires_grad or value_states.requires_grad
         if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
             return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
-        return stored.views()
+        # A compiler that the host puts around its attention (flex) cannot look behind a view.
+        return stored.views() if state.is_attended() else stored.dense()
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
         """Write what this layer brings to the step in progress."""
@@ -162,8 +163,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
         length = tokens - first + query_length
-        if torch.compiler.is_compiling():
-            return length, first
+        if torch.compiler.is_compiling() or not state.is_attended():
+            return length, first  # nobody but the mask function of this package knows more than an int
         announced = PagedLength(length)
         announced.note = partial(state.note_mask, tokens, query_length)
         return announced, first
