@@ -106,8 +106,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         wants_gradients = key_states.requires_grad or value_states.requires_grad
         if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
             return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
-        # A compiler that the host puts around its attention (flex) cannot look behind a view.
-        return stored.views() if state.is_attended() else stored.dense()
+        if state.is_attended():
+            return stored.views()
+        keys, values = stored.dense()  # a compiler around the host's attention (flex) sees nothing in a view
+        return keys.contiguous(), values.contiguous()
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
         """Write what this layer brings to the step in progress."""
@@ -163,7 +165,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         tokens = state.tokens[self.layer_idx]
         first = self._first_visible(tokens)
         length = tokens - first + query_length
-        if torch.compiler.is_compiling() or not state.is_attended():
+        if torch.compiler.is_compiling():
+            return length, first
+        state.check_before_layers()
+        if not state.is_attended():
             return length, first  # nobody but the mask function of this package knows more than an int
         announced = PagedLength(length)
         announced.note = partial(state.note_mask, tokens, query_length)
