@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -545,6 +546,23 @@ def test_a_whole_prompt_is_not_fed_again_where_no_layer_counts_tokens(rows: int)
     new = torch.cat((said[:, -1:], ids[:, :3]), dim=1)
     want = generated(model, torch.cat((said, ids[:, :3]), dim=1), stock(model))
     assert torch.equal(generated(model, new, cache)[:, 4:], want[:, said.shape[1] + 3 :])
+
+
+def test_rows_that_fail_to_move_keep_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of("mamba2"), prompt(23)
+    cache, select = paged(model), HostParts.select
+    step(model, ids[:, :20], cache)
+
+    def select_and_fail(parts: HostParts, rows: Sequence[int]) -> None:
+        select(parts, rows)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostParts, "select", select_and_fail)
+        with pytest.raises(MemoryError):
+            cache.batch_repeat_interleave(2)
+    with pytest.raises(CacheMismatchError, match="begins as the 20 that the cache was fed"):
+        generated(model, ids, cache)
 
 
 def test_a_cache_without_blocks_says_that_it_does_not_know_its_text() -> None:
