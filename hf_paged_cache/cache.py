@@ -403,7 +403,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         stats, state = self.stats(), self._state
         return (
             f"{type(self).__name__}({len(self.layers)} layers, {stats.batch} rows x {stats.tokens} tokens, "
-            f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_size}, "
+            f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_sizes}, "
             f"{state.config.kv_cache_dtype})"
         )
 
@@ -431,7 +431,9 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             equal_rows=self._state.equal_rows,
             counters=sum((pool.counters for pool in pools), BlockCounters()),
             groups=tuple(
-                GroupStats(group.window, tuple(group.specs), pool.num_blocks, tuple(pool.runs()))
+                GroupStats(
+                    group.window, tuple(group.specs), group.block_size, pool.num_blocks, tuple(pool.runs())
+                )
                 for group, pool in zip(groups, pools, strict=True)
             ),
         )

@@ -46,10 +46,9 @@ class Capacity:
         self.is_asked_for = config.max_tokens is not None or config.max_cache_len is not None
         self._specs = specs
 
-    @property
-    def row_blocks(self) -> int:
+    def row_blocks(self, block_size: int) -> int:
         """Blocks of the longest row that is expected."""
-        return self._blocks(self._config.max_tokens or self._row_tokens)
+        return -(-(self._config.max_tokens or self._row_tokens) // block_size)
 
     def wanted_blocks(
         self,
@@ -71,23 +70,24 @@ class Capacity:
             keep_history: Windows keep what they would drop.
             is_static: Windows drop nothing at all.
         """
-        size, full = self._config.block_size, self._full_blocks(batch)
-        if not is_static:
-            full = min(full, self.expected_blocks(batch, new_tokens, shape.device) or full)
+        windows = dict.fromkeys(spec.window for spec in self._specs.values())
+        length = self._expected_tokens(new_tokens, shape.device)
+        history = new_tokens * keep_history
         wanted = {
-            window: full
-            if window is None or is_static
-            else min(full, batch * (self.window_blocks(window) + self._blocks(new_tokens * keep_history)))
-            for window in dict.fromkeys(spec.window for spec in self._specs.values())
+            window: self._full_blocks(batch, self._config.block_size_of(window))
+            if is_static
+            else self._first_blocks(window, batch, length, history)
+            for window in windows
         }
         block_bytes: Counter[int | None] = Counter()
         slot_bytes = 0  # of blocks that quantised layers keep in the model's dtype
         for index, spec in self._specs.items():
             dim, v_dim = spec.head_dim or shape.head_dim, spec.head_dim or shape.v_head_dim
             layer = replace(shape, head_dim=dim, v_head_dim=v_dim, format=precision.formats[index])
+            size = self._config.block_size_of(spec.window)
             block_bytes[spec.window] += layer.block_bytes(size)
             if layer.format is not None:
-                slot_bytes += batch * precision.slots_per_row * layer.dense_bytes(size)
+                slot_bytes += batch * precision.slots_per_row(size) * layer.dense_bytes(size)
         wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
         if self.is_asked_for:
             self._check_memory(wanted_bytes, batch, shape.device)
@@ -97,17 +97,20 @@ class Capacity:
             return wanted
         return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}
 
-    def expected_blocks(self, batch: int, tokens: int, device: torch.device) -> int | None:
-        """Blocks for rows of so many tokens and what is known to follow; None if they may as well be full.
+    def _first_blocks(self, window: int | None, batch: int, length: int | None, history: int) -> int:
+        """What rows begin with: of so many tokens, or full ones; a window holds so much history beside it."""
+        size = self._config.block_size_of(window)
+        full = self._full_blocks(batch, size)
+        wanted = full if length is None else min(full, batch * -(-length // size))
+        if window is None:
+            return wanted
+        return min(wanted, batch * (self.window_blocks(window) + -(-history // size)))
 
-        Args:
-            batch: Rows.
-            tokens: Of every row, stored ones and new ones.
-            device: Where blocks lie.
-        """
+    def _expected_tokens(self, tokens: int, device: torch.device) -> int | None:
+        """Tokens of rows that begin with so many; None if they may as well be full."""
         if self.is_asked_for or not _is_taken_at_once(device):
             return None
-        return batch * self._blocks(max(calls.generated_length() or tokens + _RESERVE_TOKENS, tokens))
+        return max(calls.generated_length() or tokens + _RESERVE_TOKENS, tokens)
 
     def grown_blocks(self, num_blocks: int, window: int | None, rows: int, pools: Sequence[KVPool]) -> int:
         """What a pool that is too small grows to, where no more is missing.
@@ -121,26 +124,26 @@ class Capacity:
         if window is not None:
             return rows * self.window_blocks(window)
         if not self.is_asked_for and (length := calls.generated_length()) is not None:
-            return rows * self._blocks(length)
+            return rows * -(-length // self._config.block_size)
         if _grow_in_place(pools):
-            return num_blocks + rows * self._blocks(_RESERVE_TOKENS)
+            return num_blocks + rows * -(-_RESERVE_TOKENS // self._config.block_size)
         return 2 * num_blocks
 
     def shared_blocks(self, window: int | None, pools: Sequence[KVPool], rows: int) -> int:
         """Blocks of a group whose pools serve so many rows of several caches."""
-        wanted = self._full_blocks(rows)
+        wanted = self._full_blocks(rows, self._config.block_size_of(window))
         if window is not None:
             # Some cache may take a chunk while another is writing, and the pool cannot grow.
             wanted = min(wanted, rows * 2 * self.window_blocks(window))
-        return min(wanted, self.ceiling_blocks(pools, rows))
+        return min(wanted, self.ceiling_blocks(window, pools, rows))
 
-    def ceiling_blocks(self, pools: Sequence[KVPool], batch: int) -> int:
+    def ceiling_blocks(self, window: int | None, pools: Sequence[KVPool], batch: int) -> int:
         """Blocks that a group may have: what full rows take, cut to the memory.
 
         A pool is sized for the rows it starts with. Rows that were repeated, and windows that are kept for a
         roll-back, can want more than that, up to what was asked for.
         """
-        full = self._full_blocks(batch)
+        full = self._full_blocks(batch, self._config.block_size_of(window))
         block_bytes = sum(pool.bytes_per_block for pool in pools)
         if self.is_asked_for or not block_bytes:
             return full
@@ -153,7 +156,8 @@ class Capacity:
         there = total_memory_bytes(device)
         if there is None or wanted_bytes <= there:
             return
-        tokens = self._full_blocks(batch) * self._config.block_size
+        size = self._config.block_size
+        tokens = self._full_blocks(batch, size) * size
         asked = (
             f"max_cache_len={self._config.max_cache_len} for {batch} rows"
             if self._config.max_tokens is None
@@ -165,22 +169,18 @@ class Capacity:
             "store fewer bits (`kv_cache_dtype`)"
         )
 
-    def _full_blocks(self, batch: int) -> int:
+    def _full_blocks(self, batch: int, block_size: int) -> int:
         """Blocks that hold the capacity however its tokens are spread over the rows."""
-        size = self._config.block_size
         if self._config.max_tokens is None:
-            return batch * self._blocks(self._row_tokens)
-        return (self._config.max_tokens + batch * (size - 1)) // size
+            return batch * -(-self._row_tokens // block_size)
+        return (self._config.max_tokens + batch * (block_size - 1)) // block_size
 
     def window_blocks(self, window: int) -> int:
         """Blocks a row of a window layer holds at decode: so many tokens, wherever in a block they begin.
 
         A chunk of new tokens over a full window holds the old window beside the new one while it is computed.
         """
-        return self._blocks(window - 1) + 1
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._config.block_size)
+        return -(-(window - 1) // self._config.block_size_of(window)) + 1
 
 
 def _grow_in_place(pools: Sequence[KVPool]) -> bool:

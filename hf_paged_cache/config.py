@@ -30,6 +30,8 @@ assert set(LAYER_DTYPES) == {"auto", *FORMATS}, "the types name the formats that
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 256
+_WINDOW_EXCESS = 0.15
+"""Share of a window that may be held beside it, because blocks do not begin and end where it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class PagedCacheConfig:
 
     Attributes:
         block_size: Tokens per block; a power of two from 16 to 256. 64 is the fastest on CPUs; 32 comes
-            within 16 %.
+            within 16 %. Layers with a short window have smaller ones: see `block_size_of`.
         kv_cache_dtype: Format of stored K and V; `auto` keeps the model's dtype. `adaptive` is `int4` for
             prompts up to `adaptive_threshold` tokens and `int8` for longer ones.
         max_tokens: Capacity of the pool in tokens, summed over the sequences of a batch. None goes up to the
@@ -119,6 +121,20 @@ class PagedCacheConfig:
                 f"kv_cache_dtype={self.kv_cache_dtype!r}, layer_dtypes={dict(self.layer_dtypes)}; leave "
                 "either away"
             )
+
+    def block_size_of(self, window: int | None) -> int:
+        """Tokens per block of layers that see so many tokens.
+
+        A window begins and ends anywhere in a block, and so holds up to a block more than it shows. Blocks
+        are halved until that is little beside what the default cache keeps, `window - 1` tokens.
+
+        Args:
+            window: Tokens a query sees, itself included, or None for all.
+        """
+        size, kept = self.block_size, 0 if window is None else window - 1
+        while kept and size > MIN_BLOCK_SIZE and (-(-kept // size) + 1) * size > (1 + _WINDOW_EXCESS) * kept:
+            size //= 2
+        return size
 
     def group_size_of(self, layer_idx: int) -> int:
         """Channels of a group in a layer."""

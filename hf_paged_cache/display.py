@@ -80,7 +80,7 @@ def _head(name: str, asked: str, num_layers: int, stats: CacheStats) -> str:
     facts = [
         _count(num_layers, "layer"),
         f"{_count(stats.batch, 'row')} x {_count(stats.tokens, 'token')}",
-        f"blocks of {stats.block_size} tokens",
+        f"blocks of {stats.block_sizes} tokens",
         f"kv_cache_dtype {asked}",
         *([] if stats.backend is None else [f"{stats.backend} kernels"]),
     ]

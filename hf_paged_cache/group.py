@@ -79,8 +79,8 @@ class LayerGroup:
         self.formats = {index: precision.formats[index] for index in specs}
         self.manager = BlockManager(section.blocks.num_blocks, block_size, window, pool=section.blocks)
         self.dense: DenseBlocks | None = None
-        if precision.slots_per_row and any(self.formats.values()):
-            self.dense = DenseBlocks(precision.sink_blocks, precision.residual_blocks)
+        if precision.slots_per_row(block_size) and any(self.formats.values()):
+            self.dense = DenseBlocks(precision.sink_blocks(block_size), precision.residual_blocks(block_size))
         self._guard = guard
         self._unguarded = {i for i in specs if guard is not None and guard.concerns(self.formats[i])}
         self.pools: list[KVPool] = []

@@ -236,8 +236,14 @@ class LayerGroups:
                 pool = group.manager.pool
                 raise self._no_room(group, batch, new_tokens, needed, pool.num_free + pool.num_pending)
 
-    def provide(self, group: LayerGroup, needed: int) -> bool:
-        """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot."""
+    def provide(self, group: LayerGroup, needed: int, at_least: int = 0) -> bool:
+        """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot.
+
+        Args:
+            group: The group.
+            needed: Blocks.
+            at_least: Blocks that it may have in any case.
+        """
         group.section.collect()
         pool = group.manager.pool
         missing = needed - pool.num_free - pool.num_pending
@@ -249,7 +255,7 @@ class LayerGroups:
                 self._capacity.grown_blocks(group.num_blocks, group.window, rows, group.pools),
                 group.num_blocks + missing,
             ),
-            self._capacity.ceiling_blocks(group.pools, rows),
+            max(self._capacity.ceiling_blocks(group.window, group.pools, rows), at_least),
         )
         if grown - group.num_blocks < missing or not group.can_grow:
             return False
@@ -330,7 +336,7 @@ class LayerGroups:
         rows = sum(max(1, member.manager.batch) for member in group.section.members)
         wanted = self._capacity.shared_blocks(group.window, group.pools, rows)
         if wanted > group.num_blocks:
-            ceiling = self._capacity.ceiling_blocks(group.pools, rows)
+            ceiling = self._capacity.ceiling_blocks(group.window, group.pools, rows)
             group.grow(max(wanted, min(2 * group.num_blocks, ceiling)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
@@ -363,10 +369,16 @@ class LayerGroups:
             group.section.collect()
         if not all(group.manager.pool.can_allocate(needed[group.window]) for group in self.all):
             twin.store = Store()
-        twin._fill(saved, first_tokens, needed)
+        twin._fill(saved, first_tokens, needed, {group.window: group.num_blocks for group in self.all})
         return twin
 
-    def _fill(self, saved: SavedCache, first_tokens: int, needed: dict[int | None, int]) -> None:
+    def _fill(
+        self,
+        saved: SavedCache,
+        first_tokens: int,
+        needed: dict[int | None, int],
+        before: dict[int | None, int],
+    ) -> None:
         layer = next(layer for group in saved.groups for layer in group.layers.values())
         keys, values = (
             side.new_empty(1).expand(saved.batch, side.shape[1], first_tokens, side.shape[3])
@@ -375,8 +387,9 @@ class LayerGroups:
         self.open_rows(keys, values, keep_history=saved.record_past, would_be_static=lambda device: False)
         for part in saved.groups:
             group, count = self._by_window[part.window], needed[part.window]
-            # With more history than its windows need, it may want more than they do.
-            if not self.provide(group, count):
+            # With more history than its windows need, it may want more than they do. And what a pool of this
+            # cache had room for, made for more rows maybe, another one takes as well.
+            if not self.provide(group, count, before.get(part.window, 0)):
                 free = group.manager.pool.num_free + group.manager.pool.num_pending
                 raise PoolExhausted(
                     f"state_dict holds {count} blocks of {group.block_size} tokens, and the pool has {free} "
@@ -416,7 +429,8 @@ class LayerGroups:
     def _new_group(self, window: int | None, num_blocks: int, batch: int) -> LayerGroup:
         specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
         grows = window is None and not self._capacity.is_asked_for and not self.is_static
-        section, size = self.store.section(window, num_blocks, grows=grows), self._config.block_size
+        section = self.store.section(window, num_blocks, grows=grows)
+        size = self._config.block_size_of(window)
         if self.is_static:
             return StaticGroup(window, specs, section, block_size=size, row_blocks=num_blocks // batch)
         return LayerGroup(
@@ -424,7 +438,7 @@ class LayerGroups:
             specs,
             section,
             block_size=size,
-            row_blocks=self._capacity.row_blocks,
+            row_blocks=self._capacity.row_blocks(size),
             precision=self.precision,
             guard=self._guard,
         )
@@ -433,17 +447,19 @@ class LayerGroups:
         """Share the pools out evenly over the rows, in the groups that there are."""
         for group in self.all:  # what they have counts as free memory no more
             capacity[group.window] = max(capacity[group.window], group.num_blocks)
-        row_blocks = min(capacity.values()) // batch
-        if new_tokens > row_blocks * self._config.block_size:
-            raise self.no_static_room(new_tokens, row_blocks * self._config.block_size, batch)
-        capacity.update(dict.fromkeys(capacity, row_blocks * batch))
+        sizes = {window: self._config.block_size_of(window) for window in capacity}
+        row_tokens = min(blocks // batch * sizes[window] for window, blocks in capacity.items())
+        row_tokens -= row_tokens % max(sizes.values())
+        if new_tokens > row_tokens:
+            raise self.no_static_room(new_tokens, row_tokens, batch)
+        capacity.update({window: batch * (row_tokens // size) for window, size in sizes.items()})
         for group in self.static:
-            group.resize(row_blocks, row_blocks * batch)
+            group.resize(row_tokens // group.block_size, capacity[group.window])
 
     def _no_room(
         self, group: LayerGroup, batch: int, new_tokens: int, needed: int, free: int
     ) -> PoolExhausted:
-        size, caches = self._config.block_size, len(group.section.members)
+        size, caches = group.block_size, len(group.section.members)
         shared = f", which {caches} caches share" if caches > 1 else ""
         return PoolExhausted(
             f"{new_tokens} new tokens for {batch} rows need {needed} blocks of {size} tokens, and {free} of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .blocks import slots_per_row
+from . import blocks
 from .config import PagedCacheConfig
 from .errors import PagedCacheError
 from .formats import KVFormat, kv_format
@@ -17,14 +17,15 @@ class Precision:
 
     Attributes:
         formats: Layer index -> its format, None for the model's own dtype.
-        sink_blocks: Blocks at the beginning of every row that quantised layers keep as they came.
-        residual_blocks: Blocks at the end that they keep, the one being filled included; 0 where tokens go to
-            bytes at once.
+        sink_tokens: First tokens of every row that quantised layers keep as they came; None for one block.
+        residual_tokens: Newest tokens that they keep at least, in whole blocks.
+        needs_full_blocks: Whether a format encodes blocks when they are full, not token by token.
     """
 
     formats: dict[int, KVFormat | None]
-    sink_blocks: int = 0
-    residual_blocks: int = 0
+    sink_tokens: int | None = 0
+    residual_tokens: int = 0
+    needs_full_blocks: bool = False
 
     @classmethod
     def of(cls, config: PagedCacheConfig, layers: Iterable[int], prompt_tokens: int) -> Precision:
@@ -48,11 +49,19 @@ class Precision:
             )
         return cls(
             formats,
-            sink_blocks=int(keeps_sinks) if sinks is None else sinks // size,
-            residual_blocks=max(int(needs_full_blocks), 0 if residual is None else residual // size),
+            sink_tokens=sinks if sinks is not None or keeps_sinks else 0,
+            residual_tokens=residual or 0,
+            needs_full_blocks=needs_full_blocks,
         )
 
-    @property
-    def slots_per_row(self) -> int:
+    def sink_blocks(self, block_size: int) -> int:
+        """Blocks at the beginning of every row that quantised layers keep as they came."""
+        return 1 if self.sink_tokens is None else self.sink_tokens // block_size
+
+    def residual_blocks(self, block_size: int) -> int:
+        """Blocks at the end that they keep, the one being filled included; 0: tokens go to bytes at once."""
+        return max(int(self.needs_full_blocks), self.residual_tokens // block_size)
+
+    def slots_per_row(self, block_size: int) -> int:
         """Blocks in the model's dtype that a row can have at one time."""
-        return slots_per_row(self.sink_blocks, self.residual_blocks)
+        return blocks.slots_per_row(self.sink_blocks(block_size), self.residual_blocks(block_size))

@@ -115,7 +115,8 @@ def checked(state: CacheState, hosts: HostParts, state_dict: object) -> Contents
         first_tokens, formats = _formats(state, saved)
         for index, group in enumerate(saved.groups):
             layers = {i: form for i, form in formats.items() if specs[i].window == group.window}
-            _check_group(saved, group, layers, f"state_dict['groups'][{index}]")
+            size = state.config.block_size_of(group.window)
+            _check_group(saved, group, layers, size, f"state_dict['groups'][{index}]")
     parts = _checked_parts(hosts, saved)
     found = checksum(plain(saved))  # last: only now it is known to have an end
     _expect(saved.checksum == found, "state_dict", f"what its checksum {saved.checksum!r} is of", found)
@@ -245,10 +246,10 @@ def _stored_format(form: KVFormat | None, name: str) -> tuple[KVFormat | None] |
 
 
 def _check_group(
-    saved: SavedCache, group: SavedGroup, formats: Mapping[int, KVFormat | None], where: str
+    saved: SavedCache, group: SavedGroup, formats: Mapping[int, KVFormat | None], size: int, where: str
 ) -> None:
-    size, count = saved.settings.block_size, group.num_blocks
-    _check_tables(saved, group, where)
+    count = group.num_blocks
+    _check_tables(saved, group, size, where)
     _expect(
         0 <= group.first_held <= (0 if group.window is None else saved.length),
         f"{where}['first_held']",
@@ -275,8 +276,8 @@ def _check_group(
     )
 
 
-def _check_tables(saved: SavedCache, group: SavedGroup, where: str) -> None:
-    size, length, tables, offsets = saved.settings.block_size, saved.length, group.tables, group.offsets
+def _check_tables(saved: SavedCache, group: SavedGroup, size: int, where: str) -> None:
+    length, tables, offsets = saved.length, group.tables, group.offsets
     for name, rows in (("tables", tables), ("offsets", offsets)):
         _expect(len(rows) == saved.batch, f"{where}[{name!r}]", f"of {saved.batch} rows", rows)
     expected = saved.padding.tokens if saved.padding.is_left_out else []

@@ -46,12 +46,14 @@ class GroupStats:
     Attributes:
         window: Tokens that a query of these layers sees, or None for all.
         layers: Their indices.
+        block_size: Tokens per block.
         num_blocks: Blocks of their pool.
         runs: All blocks in the order of their ids, those that are alike put together.
     """
 
     window: int | None
     layers: tuple[int, ...]
+    block_size: int
     num_blocks: int
     runs: tuple[BlockRun, ...] = field(repr=False)
 
@@ -76,7 +78,7 @@ class CacheStats:
     Attributes:
         batch: Rows.
         tokens: Tokens seen per row.
-        block_size: Tokens per block.
+        block_size: Tokens per block, but in layers with a short window: see `GroupStats`.
         num_blocks: Blocks of all groups.
         used_blocks: Blocks that hold tokens, each counted once however many rows share it.
         shared_blocks: Blocks held by more than one row.
@@ -107,6 +109,12 @@ class CacheStats:
     equal_rows: int
     counters: BlockCounters
     groups: tuple[GroupStats, ...] = field(repr=False)
+
+    @property
+    def block_sizes(self) -> str:
+        """Tokens per block of all groups, in words: layers with a short window have smaller blocks."""
+        sizes = {group.block_size for group in self.groups} or {self.block_size}
+        return " and ".join(map(str, sorted(sizes, reverse=True)))
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw blocks by what they are, and bytes by format.

@@ -24,8 +24,10 @@ def model_of(name: str) -> Any:
     return shared_model(name).to(DEVICE)
 
 
-def static_cache(model: Any, *, rows: int = ROWS, capacity: int = CAPACITY) -> PagedCache:
-    return PagedCache(model, block_size=BLOCK_SIZE, max_tokens=rows * capacity, compile=True)
+def static_cache(
+    model: Any, *, rows: int = ROWS, capacity: int = CAPACITY, block_size: int = BLOCK_SIZE
+) -> PagedCache:
+    return PagedCache(model, block_size=block_size, max_tokens=rows * capacity, compile=True)
 
 
 def compile_config() -> CompileConfig:

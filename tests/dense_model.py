@@ -7,8 +7,9 @@ value that moves when nothing was encoded is found, however little it moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,20 @@ from hf_paged_cache.formats.int8_token import Int8Token
 _ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
 
+class Blocks(NamedTuple):
+    """Blocks of the layers of one window.
+
+    Attributes:
+        size: Tokens per block.
+        sinks: First blocks of a row that quantised layers keep as they came.
+        residual: Newest blocks that they keep; 0 where tokens become bytes at once.
+    """
+
+    size: int
+    sinks: int
+    residual: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a cache was made.
@@ -25,17 +40,13 @@ class Layout:
     Attributes:
         windows: Of each layer, None for all tokens.
         formats: Of each layer, None for the model's dtype.
-        block_size: Tokens per block.
-        sink_blocks: First blocks of a row that quantised layers keep as they came.
-        residual_blocks: Newest blocks that they keep; 0 where tokens become bytes at once.
+        blocks: Of each window.
         is_guarded: Keys of 4 bits may be stored in int8 instead.
     """
 
     windows: tuple[int | None, ...]
     formats: tuple[KVFormat | None, ...]
-    block_size: int
-    sink_blocks: int
-    residual_blocks: int
+    blocks: Mapping[int | None, Blocks]
     is_guarded: bool = False
 
     def error_bound(self, codec: Codec, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +68,7 @@ class DenseModel:
         layout: How the cache was made.
         batch: Rows, 0 if there are none.
         sides: K and V `[layers, batch, kv_heads, tokens, head_dim]`.
-        sealed: Columns of blocks that are bytes, where formats take whole blocks.
+        sealed: Window -> columns of blocks that are bytes, where formats take whole blocks.
         stored: Window -> for each column of blocks whether its tokens are kept.
         record_past: Windows keep what they would drop.
     """
@@ -65,7 +76,7 @@ class DenseModel:
     layout: Layout
     batch: int = 0
     sides: list[torch.Tensor] = field(default_factory=list)
-    sealed: set[int] = field(default_factory=set)
+    sealed: dict[int | None, set[int]] = field(default_factory=dict)
     stored: dict[int, list[bool]] = field(default_factory=dict)
     record_past: bool = False
     _encoded: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
@@ -79,18 +90,19 @@ class DenseModel:
 
     def begin(self, new_tokens: int, *, keeps_history: bool = False) -> None:
         """A forward brings so many tokens: what it does to the history, whether or not it goes through."""
-        start, size = self.tokens, self.layout.block_size
-        last = (start + new_tokens - 1) // size
-        if self.layout.residual_blocks:
-            full = range(self.layout.sink_blocks, min(last - self.layout.residual_blocks + 1, start // size))
-            for column in full:
-                if column not in self.sealed:
-                    self.sealed.add(column)
-                    self._encode(column * size, (column + 1) * size)
-            if start % size:
-                self.sealed.discard(start // size)
-        for window in {*self.layout.windows} - {None}:
-            assert window is not None
+        start = self.tokens
+        for window, (size, sinks, residual) in self.layout.blocks.items():
+            last = (start + new_tokens - 1) // size
+            if residual:
+                sealed = self.sealed.setdefault(window, set())
+                for column in range(sinks, min(last - residual + 1, start // size)):
+                    if column not in sealed:
+                        sealed.add(column)
+                        self._encode(window, column * size, (column + 1) * size)
+                if start % size:
+                    sealed.discard(start // size)
+            if window is None:
+                continue
             kept = self.stored.setdefault(window, [])
             left = 0
             if not (self.record_past or keeps_history):
@@ -100,22 +112,20 @@ class DenseModel:
 
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """That forward has given every layer K and V `[layers, batch, kv_heads, tokens, head_dim]`."""
-        start, size, layout = self.tokens, self.layout.block_size, self.layout
+        start = self.tokens
         self.sides = [
             torch.cat((old[:, :, :, :start], new), 3)
             for old, new in zip(self.sides or (keys, values), (keys, values), strict=True)
         ]
         self.batch = keys.shape[1]
         end = start + keys.shape[3]
-        last = (end - 1) // size
-        if layout.residual_blocks:
-            for column in range(
-                max(layout.sink_blocks, -(-start // size)), last - layout.residual_blocks + 1
-            ):
-                self.sealed.add(column)
-                self._encode(column * size, (column + 1) * size)
-        elif max(start, layout.sink_blocks * size) < end:
-            self._encode(max(start, layout.sink_blocks * size), end)
+        for window, (size, sinks, residual) in self.layout.blocks.items():
+            if residual:
+                for column in range(max(sinks, -(-start // size)), (end - 1) // size - residual + 1):
+                    self.sealed.setdefault(window, set()).add(column)
+                    self._encode(window, column * size, (column + 1) * size)
+            elif max(start, sinks * size) < end:
+                self._encode(window, max(start, sinks * size), end)
 
     def take_back(self) -> None:
         """That forward has failed."""
@@ -126,12 +136,13 @@ class DenseModel:
 
     def can_crop(self, count: int) -> bool:
         """Whether windows still have what they would need."""
-        length, size = self.tokens - count, self.layout.block_size
+        length = self.tokens - count
+        sizes = {window: blocks.size for window, blocks in self.layout.blocks.items()}
         return (
             not count
             or length <= 0
             or all(
-                all(kept[max(0, length - window + 1) // size : -(-length // size)])
+                all(kept[max(0, length - window + 1) // sizes[window] : -(-length // sizes[window])])
                 for window, kept in self.stored.items()
             )
         )
@@ -163,7 +174,7 @@ class DenseModel:
             self.layout,
             self.batch,
             [side.clone() for side in self.sides],
-            {*self.sealed},
+            {window: {*sealed} for window, sealed in self.sealed.items()},
             {window: kept.copy() for window, kept in self.stored.items()},
             self.record_past,
         )
@@ -216,19 +227,22 @@ class DenseModel:
         self._encoded.clear()
 
     def _cut(self, length: int) -> None:
-        columns = -(-length // self.layout.block_size)
+        columns = {window: -(-length // blocks.size) for window, blocks in self.layout.blocks.items()}
         self.sides = [side[:, :, :, :length] for side in self.sides]
-        self.sealed = {column for column in self.sealed if column < columns}
-        self.stored = {window: kept[:columns] for window, kept in self.stored.items()}
+        for window, sealed in self.sealed.items():
+            sealed &= set(range(columns[window]))
+        self.stored = {window: kept[: columns[window]] for window, kept in self.stored.items()}
 
     def _leave(self, window: int) -> None:
         """What a window does not reach any more is dropped, in whole blocks."""
         kept = self.stored[window]
-        left = min(len(kept), max(0, self.tokens - window + 1) // self.layout.block_size)
+        left = min(len(kept), max(0, self.tokens - window + 1) // self.layout.blocks[window].size)
         kept[:left] = [False] * left
 
-    def _encode(self, start: int, end: int) -> None:
+    def _encode(self, window: int | None, start: int, end: int) -> None:
         for layer, form in enumerate(self.layout.formats):
+            if self.layout.windows[layer] != window:
+                continue
             for side, codec in enumerate(() if form is None else (form.keys, form.values)):
                 bound = self.layout.error_bound(codec, self.sides[side][layer][:, :, start:end])
                 self._encoded.setdefault((layer, side), []).append((start, bound))
@@ -239,4 +253,4 @@ class DenseModel:
         kept = [True] if window is None else self.stored[window]
         if all(kept):
             return None
-        return torch.tensor(kept).repeat_interleave(self.layout.block_size)[: self.tokens]
+        return torch.tensor(kept).repeat_interleave(self.layout.blocks[window].size)[: self.tokens]

@@ -231,12 +231,16 @@ class LiveCaches:
 
     def must_fit(self, one: Live, tokens: int, rows: int) -> bool:
         """Whether all rows of a pool would have room even if they shared no block."""
-        size = one.model.layout.block_size
-        needed = max(rows, one.model.batch) * -(-(one.model.tokens + tokens) // size)
-        for other in self.live:
-            if other.store is one.store and other is not one:
-                needed += other.model.batch * -(-other.model.tokens // size)
-        return needed <= self.max_tokens // size
+        held = [(max(rows, one.model.batch), one.model.tokens + tokens)]
+        held += [
+            (other.model.batch, other.model.tokens)
+            for other in self.live
+            if other.store is one.store and other is not one
+        ]
+        return all(
+            sum(batch * -(-length // size) for batch, length in held) <= self.max_tokens // size
+            for size, _, _ in one.model.layout.blocks.values()
+        )
 
     def touch(self, name: str, one: Live) -> None:
         """Check all caches after a step on one."""

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, StaleViewError, UnstorableValueError
 from hf_paged_cache.formats import kv_format
-from tests.dense_model import DenseModel, Layout
+from tests.dense_model import Blocks, DenseModel, Layout
 from tests.live_caches import (
     COPIES,
     GROUP_SIZE,
@@ -74,14 +74,16 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
         if is_mixed:
             names[0] = "auto" if self.form == "int8" else "int8"
         quantised = {*names} - {"auto"}
-        layout = Layout(
-            WINDOWS[kind],
-            tuple(kv_format(name, group_size=GROUP_SIZE) for name in names),
-            block_size,
-            bool(quantised & FOUR_BIT_KEYS) if sink_blocks is None else sink_blocks,
-            bool(quantised & WHOLE_BLOCKS) if residual_blocks is None else residual_blocks,
-            is_uneven,
-        )
+        blocks = {}
+        for window in dict.fromkeys(WINDOWS[kind]):
+            size = block_size if window is None else 16  # the smallest, for windows as short as these
+            sinks, residual = (
+                int(bool(quantised & keep)) if given is None else given * block_size // size
+                for given, keep in ((sink_blocks, FOUR_BIT_KEYS), (residual_blocks, WHOLE_BLOCKS))
+            )
+            blocks[window] = Blocks(size, sinks, residual)
+        formats = tuple(kv_format(name, group_size=GROUP_SIZE) for name in names)
+        layout = Layout(WINDOWS[kind], formats, blocks, is_uneven)
         self.make = partial(
             PagedCache,
             model_config(kind),
@@ -287,8 +289,9 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
             one.saved = one.cache.state_dict(), one.model.copy()
         else:
             saved, model = one.saved
-            one.model.reset()
-            with self.room_for(one, model.tokens, model.batch) as has_room:
+            # It takes another pool where this one has no room.
+            there = Live(one.cache, DenseModel(model.layout), object())
+            with self.room_for(there, model.tokens, model.batch) as has_room:
                 one.cache.load_state_dict(saved)
             if has_room:
                 one.model = model.copy()

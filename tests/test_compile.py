@@ -35,17 +35,22 @@ def _compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_here(monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gpt-oss"])
-def test_compiled_generation_gives_the_tokens_of_dynamic_cache(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "block_sizes"),
+    [("llama", {16}), ("mistral", {16}), ("qwen3", {16}), ("gemma2", {16, 64}), ("gpt-oss", {16})],
+)
+def test_compiled_generation_gives_the_tokens_of_dynamic_cache(name: str, block_sizes: set[int]) -> None:
     model, inputs = model_of(name), prompt()
     want = generate(model, DynamicCache(config=model.config), inputs)
-    cache = static_cache(model)
+    cache = static_cache(model, block_size=max(block_sizes))
     assert cache.is_compileable
     torch._dynamo.utils.counters.clear()
     assert torch.equal(generate(model, cache, inputs, compile_config=compile_config()), want)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1, "nothing was compiled"
     assert not torch._dynamo.utils.counters["graph_break"]
     assert cache.get_seq_length() == want.shape[1] - 1
+    assert {group.block_size for group in cache._state.groups} == block_sizes
+    assert {group.capacity_tokens for group in cache._state.layer_groups.static} == {64}
     cache.check_integrity()
 
 
@@ -102,9 +107,9 @@ def test_inductor_writes_to_the_pools_in_place(monkeypatch: pytest.MonkeyPatch) 
     cache, written = static_cache(model), set()
     write = launch.write
 
-    def recorded(keys: torch.Tensor, values: torch.Tensor, *args: torch.Tensor) -> None:
+    def recorded(keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> None:
         written.update(pool.untyped_storage().data_ptr() for pool in (keys, values))
-        write(keys, values, *args)
+        write(keys, values, *args, **options)
 
     monkeypatch.setattr(launch, "write", recorded)
     config = compile_config()

@@ -256,6 +256,18 @@ def test_loading_into_a_full_pool_needs_no_room_beside_what_it_replaces() -> Non
         old.clone()
 
 
+def test_a_cache_takes_back_what_it_had_room_for_itself() -> None:
+    """Rounding up to blocks gave three rows more room than two get."""
+    cache = cache_of(shared_model("llama"), "auto", block_size=16, max_tokens=150)
+    update_all(cache, *states(1, 3))
+    cache.reset()
+    update_all(cache, *states(81, 2))
+    saved, keys = cache.state_dict(), [layer.keys.clone() for layer in cache.layers]
+    cache.load_state_dict(saved)
+    cache.check_integrity()
+    assert all(torch.equal(layer.keys.clone(), want) for layer, want in zip(cache.layers, keys, strict=True))
+
+
 def test_a_cache_that_a_state_dict_does_not_fit_into_keeps_its_tokens() -> None:
     model = shared_model("llama")
     source, small = cache_of(model, "auto"), cache_of(model, "auto", max_tokens=64)

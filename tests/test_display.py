@@ -136,7 +136,7 @@ def group_of(*runs: tuple[int, BlockState, int], window: int | None = None) -> G
     for count, state, holders in runs:
         found.append(BlockRun(first, count, state, holders))
         first += count
-    return GroupStats(window, (0,), first, tuple(found))
+    return GroupStats(window, (0,), 64, first, tuple(found))
 
 
 def page_of(*groups: GroupStats) -> Page:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from hf_paged_cache import PagedCache, disable
+from hf_paged_cache.config import PagedCacheConfig
 from tests.models import cache_kwarg
 
 SIZES = {
@@ -201,7 +202,22 @@ def test_where_memory_is_taken_at_once_a_plain_forward_gets_its_prompt_and_a_res
     assert explicit.stats().num_blocks == 10
 
 
-@pytest.mark.parametrize(("window", "block_size"), [(128, 16), (256, 32), (200, 16)])
+def test_blocks_of_a_short_window_are_as_large_as_may_be() -> None:
+    for size in (16, 32, 64, 128, 256):
+        config = PagedCacheConfig(block_size=size)
+        assert config.block_size_of(None) == size
+        for window in range(1, 5000):
+            chosen, kept = config.block_size_of(window), window - 1
+
+            def held(of: int, kept: int = kept) -> int:
+                return (-(-kept // of) + 1) * of
+
+            assert chosen == 16 or held(chosen) <= 1.15 * kept or not kept
+            assert window < 128 or (window % 16 and window < 214) or held(chosen) <= 1.15 * kept
+            assert chosen == size or held(2 * chosen) > 1.15 * kept
+
+
+@pytest.mark.parametrize(("window", "block_size"), [(128, 64), (256, 32), (200, 16), (256, 256), (500, 64)])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int4"])
 def test_a_window_is_held_once_at_decode(window: int, block_size: int, kv_cache_dtype: str) -> None:
     torch.manual_seed(0)
@@ -222,6 +238,7 @@ def test_a_window_is_held_once_at_decode(window: int, block_size: int, kv_cache_
 
     first, held = step(window + 50)
     assert kv_cache_dtype != "auto" or first <= 1.15 * held
+    assert {group.block_size for group in cache.stats().groups} == {cache._state.config.block_size_of(window)}
     step(1)
     during, _ = step(window // 2)  # the old window is read while the new one is written
     assert during > first

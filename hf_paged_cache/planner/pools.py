@@ -56,16 +56,18 @@ class PoolSizes:
         self._block_bytes = {
             group.window: sum(pool.bytes_per_block for pool in group.pools) for group in state.groups
         }
+        self._sizes = {group.window: group.block_size for group in state.groups}
         self._row_bytes = sum(pool.slot_bytes for group in state.groups for pool in group.pools)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers, as it is stored for good."""
-        return sum(self._block_bytes.values())
+        """Bytes of `block_size` tokens in all layers, as they are stored for good."""
+        whole = self._settings.block_size
+        return sum(bytes_ * (whole // self._sizes[window]) for window, bytes_ in self._block_bytes.items())
 
     @property
     def unbounded_block_bytes(self) -> int:
-        """Bytes of one block in the layers that keep all tokens."""
+        """The same, of the layers that keep all tokens."""
         return self._block_bytes.get(None, 0)
 
     def pool_bytes(self, batch: int, tokens: int) -> int:

@@ -34,7 +34,7 @@ def draw_stats(stats: CacheStats, path: str | Path | None) -> Figure:
     _draw_blocks(blocks, stats)
     _draw_bytes(sizes, stats)
     rows = f"{stats.batch} row{'s' * (stats.batch != 1)} x {stats.tokens} tokens"
-    figure.suptitle(f"{rows}, blocks of {stats.block_size} tokens", fontsize="medium")
+    figure.suptitle(f"{rows}, blocks of {stats.block_sizes} tokens", fontsize="medium")
     return written(figure, path)
 
 
