@@ -17,8 +17,8 @@ Buffers that are written while a call of the host runs that the cache takes part
 writing (running statistics), and no other weights.
 
 Refused although K and V would be right: more tokens in the embeddings, a model that was moved to another
-device and back, and persistent buffers that a forward writes before it asks the cache for anything, or a
-forward that fails or has another cache.
+device and back, and persistent buffers that a forward writes before it asks the cache how long masks are, or
+that one writes which fails or has another cache.
 
 A saved cache knows names, shapes, dtypes, and a digest of a few values of every plain tensor. They are read
 when it is saved, and when a model uses it for the first time.
@@ -366,7 +366,8 @@ class _Watch:
             weights = copy.deepcopy(weights_of(model), memo)
             weights.move_to_copy(memo)
         twin = _Watch.__new__(_Watch)
-        twin.model, twin.weights, twin._gone = weights.model, weights, [None]
+        twin.model, twin.weights = weights.model, weights
+        twin._gone = [None]  # so that the first who asks has it made anew
         return twin
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -196,7 +196,7 @@ def test_a_folder_that_was_left_open_to_the_group_is_emptied_and_closed_once(
     library = build.load()
     assert library.handle.answer() == 42
     assert not intruder.marker.exists()
-    assert f"Other users may write to {fresh}" in library.problems[0]
+    assert f"Other users could write to {fresh}" in library.problems[0]
     assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
     assert planted not in fresh.iterdir()
     assert build.load().problems == ()

@@ -102,7 +102,7 @@ def load() -> Library:
             path = cache_dir()
             if take_back(path):
                 problems.append(
-                    f"Other users may write to {path}: it is made this user's alone, and emptied once."
+                    f"Other users could write to {path}: it was emptied, and is this user's alone now."
                 )
             folder = stack.enter_context(LibraryFolder(path))
         except OSError as error:
