@@ -21,6 +21,7 @@ from .kv_pool import KVPool, PoolShape, Storage, split_pairs
 from .precision import Precision
 from .saved import SavedGroup, SavedLayer
 from .spec import LayerSpec
+from .step import Step
 from .store import Saved, Section
 from .tables import DeviceTables
 
@@ -50,7 +51,7 @@ class LayerGroup:
         window: Tokens a query sees, itself included, or None for all.
         specs: Layer index -> what the config says of that layer.
         section: Whose blocks it takes; other caches may take of them too.
-        is_writing: A forward is in progress, and layers write where they were bound.
+        step: The step in which layers write where they were bound; None between steps.
         formats: Layer index -> how it is stored, None for the model's dtype.
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantised layers are in the model's dtype; None if none ever is.
@@ -74,7 +75,7 @@ class LayerGroup:
         self.window = window
         self.specs = specs
         self.section = section
-        self.is_writing = False
+        self.step: Step | None = None
         precision = precision or Precision(dict.fromkeys(specs))
         self.formats = {index: precision.formats[index] for index in specs}
         self.manager = BlockManager(section.blocks.num_blocks, block_size, window, pool=section.blocks)
@@ -265,9 +266,8 @@ class LayerGroup:
         size, end = self.block_size, start + key_states.shape[2]
         found: list[torch.Tensor] = []
         for row, table in enumerate(self.manager.tables):
-            dense = () if self.dense is None else dict(self.dense.slots_of(table.ids))
             columns = range(-(-table.token_at(start) // size), table.token_at(end) // size)
-            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in dense)
+            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in table.dense)
             for column in islice(encoded, 1):
                 first = table.offset + column * size - start
                 found.append(key_states[row, :, first : first + size])
@@ -353,8 +353,13 @@ class LayerGroup:
 
     @property
     def can_grow(self) -> bool:
-        """Whether no other cache is writing where its layers were bound."""
-        return not any(group.is_writing for group in self.section.members if group is not self)
+        """Whether no other cache is writing where its layers were bound.
+
+        One whose forward has ended writes no more, also if nobody has looked at it since: an exception may
+        have left that forward for good.
+        """
+        steps = (group.step for group in self.section.members if group is not self)
+        return all(step is None or step.is_over for step in steps)
 
     def grow(self, num_blocks: int) -> None:
         """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none."""
@@ -383,15 +388,16 @@ class LayerGroup:
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
-        manager, dense, tokens = self.manager.save(), self.dense, self.num_tokens
+        manager, dense, tokens, step = self.manager.save(), self.dense, self.num_tokens, self.step
         slots = None if dense is None else dense.save()
         attributes = {
             name: copy.copy(getattr(self, name))
-            for name in ("pools", "formats", "_unguarded", "_layers", "_changed", "is_writing")
+            for name in ("pools", "formats", "_unguarded", "_layers", "_changed")
         }
 
         def restore() -> None:
             vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
+            self.step = step
             self.manager.restore(manager)
             if dense is not None and slots is not None:
                 dense.restore(slots)
@@ -437,7 +443,7 @@ class LayerGroup:
         """The same layers over other blocks; `storages` says where those of today have gone."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
-        twin.section, twin.manager, twin.dense = section, manager, dense
+        twin.section, twin.manager, twin.dense, twin.step = section, manager, dense, None
         twin.formats, twin._unguarded = dict(self.formats), {*self._unguarded}
         twin._faults = {device: faults.copy() for device, faults in self._faults.items()}
         twin._tables = self._tables.copy()
@@ -480,15 +486,15 @@ class LayerGroup:
             for pool, _, blocks in self._layers.values():
                 blocks.dense_columns = columns[id(pool)]
 
-    def _rows(self, is_marked: bool) -> list[list[int]]:
-        """The entries of all rows."""
-        rows = [table.ids for table in self.manager.tables]
+    def _rows(self, is_marked: bool, from_column: int) -> list[list[int]]:
+        """The entries of all rows from one column on."""
+        rows = [table.ids[from_column:] for table in self.manager.tables]
         if not is_marked or self.dense is None:
             return rows
-        rows = [row.copy() for row in rows]
-        for row in rows:
-            for column, slot in self.dense.slots_of(row):
-                row[column] = dense_entry(slot)
+        for row, table in zip(rows, self.manager.tables, strict=True):
+            for column, slot in self.dense.slots_of(table):
+                if column >= from_column:
+                    row[column - from_column] = dense_entry(slot)
         return rows
 
     def _has_marks(self, pool: KVPool) -> bool:
@@ -496,12 +502,11 @@ class LayerGroup:
 
     def _dense_columns(self, pool: KVPool) -> tuple[tuple[int, ...], ...] | None:
         """As `LayerBlocks` has them; on a CPU nobody asks."""
-        dense = self.dense
         if pool.shape.device.type == "cpu":
             return None
-        if dense is None or pool.form is None:
+        if self.dense is None or pool.form is None:
             return ()
-        rows = [tuple(c for c, _ in dense.slots_of(table.ids)) for table in self.manager.tables]
+        rows = [tuple(table.dense) for table in self.manager.tables]
         return tuple(rows[:1] if len(set(rows)) == 1 else rows)
 
     def _bind(self, layer_idx: int) -> None:

@@ -20,6 +20,7 @@ from .precision import Precision
 from .saved import SavedCache
 from .spec import LayerSpec
 from .static import StaticGroup
+from .step import Step
 from .store import Saved, Store
 
 
@@ -112,18 +113,14 @@ class LayerGroups:
             PoolExhausted: Static rows cannot be that long.
         """
         batch, new_tokens = key_states.shape[0], key_states.shape[2]
-        precision = Precision.of(self._config, self._specs, new_tokens)
-        if precision != self.precision:
-            # What was stored in other formats is of no use any more.
-            self.precision = precision
-            self.clear()
+        self.adapt(new_tokens)
         if not self._by_window:
             self.is_static = would_be_static(key_states.device)
         capacity = self._capacity.wanted_blocks(
             batch,
             new_tokens,
             PoolShape.of(key_states, value_states),
-            precision,
+            self.precision,
             keep_history=keep_history,
             is_static=self.is_static,
         )
@@ -137,6 +134,13 @@ class LayerGroups:
             self._by_window[window] = self._new_group(window, capacity[window], batch)
         for group in self.all:
             group.start(batch)
+
+    def adapt(self, prompt_tokens: int) -> None:
+        """Without rows: settle how those are stored that begin with so many tokens. Other pools go."""
+        precision = Precision.of(self._config, self._specs, prompt_tokens)
+        if precision != self.precision:
+            self.precision = precision
+            self.clear()
 
     def clear(self) -> None:
         """Forget the groups with their rows; the next ones may be stored in other formats."""
@@ -262,10 +266,10 @@ class LayerGroups:
         group.grow(grown)
         return True
 
-    def set_writing(self, is_writing: bool) -> None:
-        """Note whether a forward is in progress: then tensors have to stay where they are."""
+    def set_step(self, step: Step | None) -> None:
+        """Note the step in progress: as long as its forward runs, tensors have to stay where they are."""
         for group in self.all:
-            group.is_writing = is_writing
+            group.step = step
 
     def would_seal(self, new_tokens: int) -> bool:
         """Whether blocks are encoded, for all of their layers, when so many tokens come."""
@@ -297,7 +301,7 @@ class LayerGroups:
         """Forget all rows and give their blocks back; pools stay."""
         for group in self.all:
             group.reset()
-            group.is_writing = False
+            group.step = None
 
     def pull_length(self) -> int:
         """Tokens of static rows, asked of the device."""
@@ -316,7 +320,7 @@ class LayerGroups:
                 ]
                 group.manager.check_integrity(others)
                 if group.dense is not None:
-                    group.dense.check_integrity()
+                    group.dense.check_integrity(group.manager)
 
     def fork(self) -> LayerGroups:
         """The same rows for another cache, by sharing their blocks."""

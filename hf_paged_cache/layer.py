@@ -97,6 +97,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         is_first = not joins or start + new_tokens != state.step_end
         if is_first:
             state.begin_step(self.layer_idx, key_states, value_states)
+        else:
+            state.join_step(self.layer_idx)
         try:
             stored = self._store(key_states, value_states, state.step_start)
         except BaseException:

@@ -182,6 +182,9 @@ class CacheState:
         noted, self._noted = self._noted, None  # of this forward alone, also if it is refused
         try:
             padding = self._padding_after(start, key_states, call, noted)
+            if not self.batch:
+                # Alone: what the change that opens rows could bring back is not free for their pools.
+                self.change(partial(self._groups.adapt, new_tokens))
             self.change(partial(self._begin, start, key_states, value_states, call, padding, is_read_only))
         except BaseException:
             self.take_back_outside()
@@ -206,7 +209,24 @@ class CacheState:
         if call is None or not call.is_generating:
             self.history.forget_prompt()
         self.history.feed(start, self.step_end, self.batch, None if call is None else call.input_ids)
-        self._groups.set_writing(True)
+        self._groups.set_step(self._step)
+
+    def join_step(self, layer_idx: int) -> None:
+        """Let a layer write to the step in progress.
+
+        Somebody may go on with a step whose forward has failed, as cross-attention does. Until then other
+        caches of the pool could replace its tensors, and from now on they cannot.
+        """
+        step = self._step
+        if step is None or not self.group_of(layer_idx).section.is_shared or not step.is_over:
+            return
+
+        def make() -> None:
+            step.forward = calls.current().forward
+            for group in self.groups:
+                group.bind_again()
+
+        self.change(make)
 
     def check_reader(self, layer_idx: int) -> None:
         """Look whose weights read, where no update comes before: cross-attention reads what it once wrote.
@@ -743,7 +763,7 @@ class CacheState:
     def _close_step(self, *, has_failed: bool = False) -> None:
         """Nothing more is written by the step; its tokens are there, or were taken back."""
         self.has_open_step = False
-        self._groups.set_writing(False)
+        self._groups.set_step(None)
         self._twins.begin(0)
         # At once: half of it would give rows back of a step that counts, or keep those of one that does not.
         vars(self).update({"_step": None} if has_failed else {"_step": None, "_spread": None})

@@ -80,6 +80,11 @@ class Section:
         return list(self._members)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several caches use it."""
+        return len(self._members) > 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(storage.nbytes for storage in self.storages)

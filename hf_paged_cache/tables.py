@@ -12,8 +12,8 @@ from .kernels.problem import NULL_BLOCK, RowLengths
 Rows = list[list[int]]
 """The entries of every row's table."""
 
-RowsOf = Callable[[bool], Rows]
-"""Gives the entries of all rows; those of dense blocks marked, if it is called with True."""
+RowsOf = Callable[[bool, int], Rows]
+"""Gives the entries of all rows from a column on; those of dense blocks marked, if it is called with True."""
 
 
 class DeviceTables:
@@ -50,7 +50,7 @@ class DeviceTables:
     def table(self, device: torch.device, rows_of: RowsOf, *, is_marked: bool) -> torch.Tensor:
         """The table on a device, int32 `[rows, columns]`; made if there is none."""
         if (device, is_marked) not in self._tables:
-            self._renew(device, is_marked, rows_of(is_marked))
+            self._renew(device, is_marked, rows_of(is_marked, 0))
         return self._tables[device, is_marked]
 
     def lengths(self, device: torch.device) -> RowLengths | None:
@@ -71,11 +71,11 @@ class DeviceTables:
         if is_replaced:
             self.offsets, self._offsets = offsets, {}
         for (device, is_marked), table in tuple(self._tables.items()):
-            rows = rows_of(is_marked)
-            if self._fits(table, rows):
+            rows = rows_of(is_marked, from_column)
+            if self._fits(table, rows, from_column):
                 _write_rows(table, rows, from_column)
             else:
-                self._renew(device, is_marked, rows)
+                self._renew(device, is_marked, rows_of(is_marked, 0))
                 is_replaced = True
         return is_replaced
 
@@ -104,10 +104,10 @@ class DeviceTables:
         }
         return twin
 
-    def _fits(self, table: torch.Tensor, rows: Rows) -> bool:
+    def _fits(self, table: torch.Tensor, rows: Rows, from_column: int) -> bool:
         if self._is_fixed:
             return table.shape == (len(rows), self.row_blocks)
-        return table.shape[0] == len(rows) and all(len(row) <= table.shape[1] for row in rows)
+        return table.shape[0] == len(rows) and all(from_column + len(row) <= table.shape[1] for row in rows)
 
     def _renew(self, device: torch.device, is_marked: bool, rows: Rows) -> None:
         """A table that rows do not outgrow, and lengths for as many rows."""
@@ -129,17 +129,18 @@ class DeviceTables:
 
 
 def _write_rows(table: torch.Tensor, rows: Rows, from_column: int) -> None:
+    """Write the entries of all rows from one column on."""
     if table.device.type == "cpu":
         array = table.numpy()
         for index, row in enumerate(rows):
-            array[index, from_column : len(row)] = row[from_column:]
+            array[index, from_column : from_column + len(row)] = row
         return
-    width = max((len(row) for row in rows), default=0) - from_column
-    if width <= 0:
+    width = max((len(row) for row in rows), default=0)
+    if not width:
         return
     padded = np.full((len(rows), width), NULL_BLOCK, dtype=np.int32)
     for index, row in enumerate(rows):
-        padded[index, : len(row) - from_column] = row[from_column:]
+        padded[index, : len(row)] = row
     # Pinned, so that the host need not wait until the device has read it.
     sent = torch.from_numpy(padded)
     sent = sent.pin_memory() if table.device.type == "cuda" else sent

@@ -150,6 +150,8 @@ class _Cached(torch.autograd.Function):
     def forward(ctx: Any, states: torch.Tensor, in_graph: torch.Tensor, wanted: slice) -> torch.Tensor:
         """`states` `[batch, kv_heads, tokens, head_dim]`; `wanted` are the tokens to look at."""
         ctx.wanted = wanted
+        # A view keeps what was gathered as long as somebody has it; the result is to do the same.
+        ctx.view = states if isinstance(states, PagedView) else None
         return states.detach()  # to autograd no view: writes would be its error, and not ours
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
@@ -135,6 +136,83 @@ def test_a_pool_that_grows_takes_all_its_caches_along() -> None:
     feed(model, alone, ids(40, 1))
     assert torch.equal(go_on(model, cache, ids(3, 1)), go_on(model, alone, ids(3, 1)))
     cache.check_integrity()
+
+
+def failing_forward(model: Any, cache: PagedCache, layer: int) -> None:
+    """A forward that an exception leaves before a layer, after which nobody looks at the cache."""
+    handle = model.model.layers[layer].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        feed(model, cache, ids(5, 1, seed=7))
+    handle.remove()
+
+
+def grow_by(cache: PagedCache, model: Any) -> None:
+    """Take so many blocks that the pool has to grow."""
+    blocks = cache.stats().num_blocks
+    cache.batch_repeat_interleave(40)
+    feed(model, cache, ids(40, 40))
+    assert cache.stats().num_blocks > blocks
+
+
+@pytest.mark.parametrize("kind", ["auto", "int4"])
+@pytest.mark.parametrize("case", MODELS)
+def test_a_pool_grows_after_a_forward_of_another_cache_has_failed(case: str, kind: str) -> None:
+    model = shared_model(case)
+    cache = cache_of(model, kind)
+    feed(model, cache, ids(40, 1))
+    twin, alone = cache.fork(), copy.deepcopy(cache)
+    failing_forward(model, twin, layer=1)
+    grow_by(cache, model)
+    assert torch.equal(go_on(model, twin, ids(3, 1)), go_on(model, alone, ids(3, 1)))
+    for held in (cache, twin):
+        held.check_integrity()
+
+
+def test_and_the_failed_one_goes_on_as_a_dynamic_cache_would() -> None:
+    model = shared_model("llama")
+    cache, dynamic = PagedCache(model, block_size=16), DynamicCache(config=model.config)
+    feed(model, cache, ids(40, 1))
+    feed(model, dynamic, ids(40, 1))
+    twin = cache.fork()
+    failing_forward(model, twin, layer=1)
+    grow_by(cache, model)
+    torch.testing.assert_close(go_on(model, twin, ids(3, 1)), go_on(model, dynamic, ids(3, 1)))
+
+
+def test_a_step_that_somebody_goes_on_with_after_the_pool_has_grown_is_written_where_it_lies_now() -> None:
+    model = shared_model("llama")
+    cache = PagedCache(model, block_size=16)
+    feed(model, cache, ids(40, 1))
+    twin = cache.fork()
+    failing_forward(model, twin, layer=1)
+    grow_by(cache, model)
+    keys, values = states(5)
+    for layer_idx in range(1, len(twin.layers)):
+        twin.update(keys, values, layer_idx)
+    update_all(twin, *states(1))
+    assert all(torch.equal(layer.keys[:, :, 40:45] + 0, keys) for layer in twin.layers[1:])
+
+
+def test_a_pool_stays_where_it_is_while_another_cache_is_in_a_forward() -> None:
+    model = shared_model("llama")
+    cache = PagedCache(model, block_size=16)
+    feed(model, cache, ids(40, 1))
+    twin, refused = cache.fork(), []
+
+    def grow(*args: Any) -> None:
+        with pytest.raises(PoolExhausted):
+            grow_by(cache.fork(), model)
+        refused.append(True)
+
+    handle = model.model.layers[1].register_forward_pre_hook(grow)
+    feed(model, twin, ids(5, 1))
+    handle.remove()
+    assert refused == [True]
+    for layer_idx in range(len(twin.layers) - 1):  # nobody knows of a forward here, so it may go on
+        twin.update(*states(1), layer_idx)
+    grow()
+    twin.update(*states(1), len(twin.layers) - 1)
+    grow_by(cache.fork(), model)
 
 
 def test_a_cache_that_went_on_into_the_room_of_a_fork_can_be_pickled() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from transformers import Lfm2Config
 
-from hf_paged_cache import PagedCache
+from hf_paged_cache import PagedCache, kv_pool
 from hf_paged_cache.errors import (
     PagedCacheError,
     UnstorableValueError,
@@ -18,6 +19,7 @@ from hf_paged_cache.errors import (
 from hf_paged_cache.faults import Faults
 from hf_paged_cache.formats import kv_format
 from hf_paged_cache.hosts import HostParts
+from tests.blocks.rows import Counted
 from tests.models import shared_model
 from tests.quantised import BLOCK, NAMES, cache_of, feed, ids, states, update_all
 
@@ -192,6 +194,37 @@ def test_adaptive_chooses_anew_after_a_reset(model: Any) -> None:
         cache.reset()
 
 
+def test_pools_of_another_format_are_free_memory_when_the_next_are_sized(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate, held = kv_pool.allocate, []
+
+    def allocated(*args: Any) -> torch.Tensor:
+        tensor = allocate(*args)
+        held.append((weakref.ref(tensor), tensor.nbytes))
+        return tensor
+
+    def free(device: torch.device) -> int:
+        return 100_000 - sum(nbytes for tensor, nbytes in held if tensor() is not None)
+
+    monkeypatch.setattr(kv_pool, "allocate", allocated)
+    monkeypatch.setattr("hf_paged_cache.capacity.free_memory_bytes", free)
+
+    def blocks(cache: PagedCache, tokens: int) -> int:
+        update_all(cache, *states(tokens))
+        found = cache.stats().num_blocks
+        cache.reset()
+        return found
+
+    def made() -> PagedCache:
+        return cache_of(model, "adaptive", adaptive_threshold=30)
+
+    prompts = (20, 60, 20)
+    want = [blocks(made(), tokens) for tokens in prompts]
+    cache = made()
+    assert [blocks(cache, tokens) for tokens in prompts] == want
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_sinks_and_residual_can_be_longer(model: Any, name: str) -> None:
     cache = cache_of(model, name, sink_tokens=2 * BLOCK, residual_length=2 * BLOCK)
@@ -310,3 +343,20 @@ def test_notes_of_a_device_stay_until_other_rows_begin(monkeypatch: pytest.Monke
     for _ in range(3):
         update_all(cache, *states(1))
     assert cache.get_seq_length() == 3
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_bookkeeping_of_a_step_takes_as_much_however_long_rows_are(model: Any, kind: str) -> None:
+    def looks(blocks: int) -> int:
+        cache = cache_of(model, kind, max_tokens=BLOCK * (blocks + 10))
+        update_all(cache, *states(BLOCK * blocks))
+        (group,) = cache._state.groups
+        update_all(cache, *states(1))
+        (table,) = group.manager.tables
+        table.ids = Counted(table.ids)
+        Counted.looks = 0
+        for step in range(2 * BLOCK):
+            update_all(cache, *states(1, seed=step))
+        return Counted.looks
+
+    assert 0 < looks(200) == looks(10)

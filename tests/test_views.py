@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from hf_paged_cache import PagedCache, PagedCacheError
 from hf_paged_cache.errors import StaleViewError
+from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.lazy import LazyTensor
 
 TOKENS = 20
@@ -98,6 +99,31 @@ def test_no_write_reaches_a_view_whose_gradients_are_refused(cache: PagedCache, 
     with pytest.raises(PagedCacheError, match="keys of layer 0"):
         WRITES[write](held)
     assert torch.equal(held + 0, torch.cat((kv(0), kv(4)), 2))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_a_layer_is_gathered_once_while_somebody_looks_at_it(
+    cache: PagedCache, monkeypatch: pytest.MonkeyPatch, grad: bool
+) -> None:
+    for layer in range(2):
+        cache.update(kv(4).requires_grad_(), kv(5), layer)
+    gather, gathered = dispatch.gather, []
+
+    def counted(*args: Any) -> Any:
+        gathered.append(args)
+        return gather(*args)
+
+    monkeypatch.setattr(dispatch, "gather", counted)
+    with torch.set_grad_enabled(grad):
+        keys, values = cache.layers[0].keys, cache.layers[0].values
+        assert keys.requires_grad == grad
+        assert torch.equal(keys + 0, torch.cat((kv(0), kv(4)), 2))
+        assert torch.equal(values + 0, torch.cat((kv(2), kv(5)), 2))
+        assert torch.equal(cache.layers[0].keys + 0, keys + 0)
+        assert len(gathered) == 1
+        cache.crop(-1)
+        assert cache.layers[0].keys[:, :, -1].sum() == kv(4)[:, :, -2].sum()
+        assert len(gathered) == 2
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -86,9 +86,9 @@ def _open_block(cache: Any) -> tuple[Any, int, int]:
     """
     (group,) = cache._state.groups
     (pool,) = group.pools
-    ids = group.manager.tables[0].ids
-    column, slot = min(group.dense.slots_of(ids))
-    return pool, slot, ids[column]
+    table = group.manager.tables[0]
+    column, slot = min(group.dense.slots_of(table))
+    return pool, slot, table.ids[column]
 
 
 def _check(name: str, pool: Any, slot: int, record: int) -> float:

@@ -45,6 +45,8 @@ class DenseBlocks:
     than others have their own first blocks as sinks. A block that was being filled is sealed by the first
     reservation after it is full, not before: what a rejected draft wrote never becomes bytes.
 
+    A row's table lists which of its blocks are dense, so that a step looks at those and not at all there are.
+
     ```
     block_size 4, sink_blocks 1, residual_blocks 1        (D: dense, r: record)
     reserve 18:  DDDD rrrr rrrr rrrr DD                   full blocks of a prompt become records at once
@@ -73,12 +75,11 @@ class DenseBlocks:
 
     def live_slots(self, manager: BlockManager) -> list[int]:
         """Slots of blocks that rows hold, in order."""
-        held = self._held(manager)
-        return sorted(slot for block_id, slot in self._slots.items() if block_id in held)
+        return sorted(self.slots_by_id(manager).values())
 
     def slots_by_id(self, manager: BlockManager) -> dict[int, int]:
         """Block id -> slot, of the dense blocks of all rows."""
-        return {table.ids[c]: slot for table in manager.tables for c, slot in self.slots_of(table.ids)}
+        return {table.ids[c]: slot for table in manager.tables for c, slot in self.slots_of(table)}
 
     def renumber(self, moved: Mapping[int, int]) -> None:
         """Follow blocks that got other ids, which nobody held."""
@@ -88,6 +89,9 @@ class DenseBlocks:
 
     def adopt(self, manager: BlockManager, ids: Sequence[int]) -> list[int]:
         """Make blocks of rows that were adopted dense. Returns their slots."""
+        wanted = set(ids)
+        for table in manager.tables:
+            table.dense = [column for column, block_id in enumerate(table.ids) if block_id in wanted]
         return [self._slot_for(manager, block_id) for block_id in ids]
 
     def full(self, manager: BlockManager, new_tokens: int) -> list[tuple[int, int]]:
@@ -100,6 +104,8 @@ class DenseBlocks:
         full = self._full_columns(manager, new_tokens)
         for block_id in {table.ids[c] for table, c in full}:
             self._drop(block_id)
+        for table in manager.tables if full else ():
+            table.dense = [c for c in table.dense if table.ids[c] in self._slots]
         return [column for _, column in full]
 
     def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
@@ -125,6 +131,7 @@ class DenseBlocks:
             block_id = table.ids[column]
             source = sources.get(block_id, block_id)
             if source not in self._slots:
+                table.dense.append(column)
                 unsealed.append((source, self._slot_for(manager, block_id, left)))
                 changed.append(column)
             elif source != block_id:
@@ -135,6 +142,7 @@ class DenseBlocks:
                 if table.ids[column] == NULL_BLOCK:
                     continue
                 if column < self.sink_blocks or column > last - self.residual_blocks:
+                    table.dense.append(column)
                     self._slot_for(manager, table.ids[column], left)
                 else:
                     self._drop(table.ids[column])
@@ -161,13 +169,16 @@ class DenseBlocks:
         self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
         self.num_slots = max(self.num_slots, num_slots)
 
-    def slots_of(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+    def slots_of(self, table: BlockTable) -> list[tuple[int, int]]:
         """The dense columns of a row, as (column, slot)."""
-        slots = self._slots
-        return [(column, slots[block_id]) for column, block_id in enumerate(ids) if block_id in slots]
+        return [(column, self._slots[table.ids[column]]) for column in table.dense]
 
-    def check_integrity(self) -> None:
-        """Raise an AssertionError if two blocks have one slot, or one is lost."""
+    def check_integrity(self, manager: BlockManager) -> None:
+        """Raise an AssertionError if two blocks have one slot, one is lost, or a table lists other blocks."""
+        for row, table in enumerate(manager.tables):
+            dense = [column for column, block_id in enumerate(table.ids) if block_id in self._slots]
+            if table.dense != dense:
+                raise AssertionError(f"Row {row} lists {table.dense} as dense, and {dense} have slots.")
         slots = list(self._slots.values())
         if len({*slots, *self._free}) != self.num_slots or len(slots) + len(self._free) != self.num_slots:
             raise AssertionError(
@@ -183,8 +194,7 @@ class DenseBlocks:
         for table in manager.tables:
             last = (end - table.offset - 1) // size
             stop = min(last - self.residual_blocks + 1, table.num_tokens // size)
-            ids = table.ids[:stop]
-            found += [(table, c) for c in range(self.sink_blocks, stop) if ids[c] in self._slots]
+            found += [(table, c) for c in table.dense if self.sink_blocks <= c < stop]
         return found
 
     def _writes_densely(self, column: int) -> bool:
@@ -193,17 +203,13 @@ class DenseBlocks:
     def _slot_for(self, manager: BlockManager, block_id: int, kept: Collection[int] = ()) -> int:
         if block_id not in self._slots:
             if not self._free:
-                held = self._held(manager).union(kept)
+                held = {table.ids[c] for table in manager.tables for c in table.dense}.union(kept)
                 for stale in [block_id for block_id in self._slots if block_id not in held]:
                     self._drop(stale)
             if not self._free:
                 self._provide(self.num_slots + max(1, self.num_slots // 2))
             self._slots[block_id] = self._free.pop()
         return self._slots[block_id]
-
-    def _held(self, manager: BlockManager) -> set[int]:
-        """Blocks of the rows; others may hold blocks of the pool too."""
-        return {block_id for table in manager.tables for block_id in table.ids}
 
     def _drop(self, block_id: int) -> None:
         slot = self._slots.pop(block_id, None)

@@ -100,7 +100,7 @@ class BlockManager:
 
     @property
     def tables(self) -> list[BlockTable]:
-        """One table per row. To be read, not changed."""
+        """One table per row. To be read; only `DenseBlocks` notes there which blocks are dense."""
         return self._tables
 
     def blocks_needed(

@@ -31,6 +31,7 @@ class BlockTable:
         offset: Columns of the batch before the sequence begins.
         num_dropped: Leading blocks known to be NULL: `drop_before` need not look at them again.
         num_sealed: Leading blocks that need no look when full blocks are sealed.
+        dense: Logical blocks, in order, that quantised layers keep in the model's dtype; see `DenseBlocks`.
     """
 
     block_size: int
@@ -39,6 +40,7 @@ class BlockTable:
     offset: int = 0
     num_dropped: int = 0
     num_sealed: int = 0
+    dense: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -87,6 +89,7 @@ class BlockTable:
         num_blocks = -(-num_tokens // self.block_size)
         dropped = [block_id for block_id in self.ids[num_blocks:] if block_id != NULL_BLOCK]
         del self.ids[num_blocks:]
+        self.dense = [i for i in self.dense if i < num_blocks]
         self.num_tokens = num_tokens
         self.num_dropped = min(self.num_dropped, num_blocks)
         self.num_sealed = min(self.num_sealed, num_tokens // self.block_size)
@@ -108,11 +111,13 @@ class BlockTable:
                 dropped.append(self.ids[i])
                 self.ids[i] = NULL_BLOCK
         self.num_dropped = max(self.num_dropped, token // self.block_size)
+        if dropped:
+            self.dense = [i for i in self.dense if i >= self.num_dropped]
         return dropped
 
     def fork(self) -> BlockTable:
         """A second sequence with the same blocks so far. The caller shares `stored_ids()` in the pool."""
-        return replace(self, ids=self.ids.copy())
+        return replace(self, ids=self.ids.copy(), dense=self.dense.copy())
 
     def stored_ids(self) -> list[int]:
         """The ids without NULL ones, in order."""

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from typing import Any
 
 from hf_paged_cache.blocks import BlockManager
+
+
+class Counted(list[int]):
+    """Ids of a row, which count how often somebody looks at one."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        Counted.looks += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        Counted.looks += len(found) if isinstance(index, slice) else 1
+        return found
 
 
 def started(num_blocks: int, batch: int = 1, *, window: int | None = None, tokens: int = 0) -> BlockManager:

@@ -131,9 +131,9 @@ def test_sinks_and_open_blocks_are_those_of_each_row():
         reservation = manager.reserve(tokens, padding=padding)
         assert reservation is not None
         dense.follow(manager, reservation)
-        dense.check_integrity()
+        dense.check_integrity(manager)
         sealed.append([block_id for _, block_id in full])
-        return [[column for column, _ in dense.slots_of(table.ids)] for table in manager.tables]
+        return [table.dense.copy() for table in manager.tables]
 
     sealed: list[list[int]] = []
     assert reserve(15, (0, 4)) == [[0, 3], [0, 2]]  # 15 and 11 tokens

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, slots_per_row
+from tests.blocks.rows import Counted
 
 
 class Rows:
@@ -23,6 +24,10 @@ class Rows:
         self.slots: dict[int, str] = {}
 
     def reserve(self, new_tokens: int, *, keep_history: bool = False, padding: tuple[int, ...] = ()) -> None:
+        self.step(new_tokens, keep_history=keep_history, padding=padding)
+        self.dense.check_integrity(self.manager)
+
+    def step(self, new_tokens: int, *, keep_history: bool = False, padding: tuple[int, ...] = ()) -> None:
         for slot, block_id in self.dense.full(self.manager, new_tokens):
             self.records[block_id] = self.slots.get(slot, "")
         self.dense.release_full(self.manager, new_tokens)
@@ -33,7 +38,6 @@ class Rows:
             self.slots[target] = self.slots.get(source, "")
         for block_id, slot in moves.unsealed:
             self.slots[slot] = self.records.get(block_id, "")
-        self.dense.check_integrity()
 
     def write(self, tokens: list[str], padding: tuple[int, ...] = ()) -> None:
         """One token for each row, as a step of decoding does; none for a row that goes on with padding."""
@@ -43,12 +47,12 @@ class Rows:
         for table, start, token in zip(self.manager.tables, starts, tokens, strict=True):
             if not token:
                 continue
-            slot = dict(self.dense.slots_of(table.ids))[start // 4]
+            slot = dict(self.dense.slots_of(table))[start // 4]
             self.slots[slot] = self.slots.get(slot, "")[: start % 4] + token
 
     def content(self, row: int) -> str:
         ids = self.manager.tables[row].ids
-        slots = dict(self.dense.slots_of(ids))
+        slots = dict(self.dense.slots_of(self.manager.tables[row]))
         size, end = self.manager.block_size, self.manager.tables[row].num_tokens
         blocks = [self.slots[slots[c]] if c in slots else self.records[ids[c]] for c in range(len(ids))]
         return "".join(b[:size] for b in blocks)[:end]
@@ -56,9 +60,9 @@ class Rows:
     @property
     def picture(self) -> str:
         """A letter a token: D dense, r record, - not stored."""
-        ids, end = self.manager.tables[0].ids, self.manager.num_tokens
-        dense = dict(self.dense.slots_of(ids))
-        kinds = ["D" if c in dense else "-" if ids[c] == NULL_BLOCK else "r" for c in range(len(ids))]
+        table, end = self.manager.tables[0], self.manager.num_tokens
+        dense = dict.fromkeys(table.dense, "D")
+        kinds = [dense.get(c, "-" if i == NULL_BLOCK else "r") for c, i in enumerate(table.ids)]
         return " ".join(kind * min(4, end - 4 * c) for c, kind in enumerate(kinds))
 
 
@@ -164,3 +168,18 @@ def test_slots_do_not_multiply_as_rows_go_on() -> None:
     for _ in range(500):
         rows.reserve(1)
     assert rows.dense.num_slots == 2 * slots_per_row(1, 1)
+
+
+def test_a_step_looks_at_as_many_ids_however_long_rows_are() -> None:
+    def looks(blocks: int) -> int:
+        rows = Rows(sinks=1, residual=2, batch=2, num_blocks=2 * blocks + 20)
+        rows.reserve(4 * blocks)
+        rows.reserve(1)  # which seals the blocks of the prompt
+        for table in rows.manager.tables:
+            table.ids = Counted(table.ids)
+        Counted.looks = 0
+        for _ in range(9):  # over two edges of blocks
+            rows.step(1)
+        return Counted.looks
+
+    assert 0 < looks(2000) == looks(10)

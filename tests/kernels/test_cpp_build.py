@@ -137,38 +137,41 @@ def compiler_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return make
 
 
-HANGS = 'sleep 600 & echo $! > "{pids}/$!.new"; mv "{pids}/$!.new" "{pids}/$!"; wait'
-"""A driver, and a part of it that goes on by itself where only the driver is killed."""
+@pytest.fixture
+def started(tmp_path: Path, compiler_script: Callable[[str], None]) -> Callable[[], list[int]]:
+    """A compiler that hangs: a driver, and a part of it that goes on by itself where only that is killed.
+
+    Returns:
+        Gives the processes of such parts so far.
+    """
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    compiler_script(f'sleep 600 & : > "{pids}/$!"; wait')
+    return lambda: [int(path.name) for path in pids.iterdir()]
 
 
-def assert_ended(pid: int) -> None:
+def assert_ended(pids: list[int]) -> None:
+    assert pids
     for _ in range(200):
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return
-        except (ProcessLookupError, FileNotFoundError):
+        if not any(map(goes_on, pids)):
             return
         time.sleep(0.01)
-    raise AssertionError(f"process {pid} goes on")
+    raise AssertionError(f"of {pids} some go on")
+
+
+def goes_on(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 def test_a_compiler_that_hangs_is_ended_with_what_it_has_started(
-    fresh: Path,
-    temporary: Path,
-    tmp_path: Path,
-    compiler_script: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
+    fresh: Path, temporary: Path, started: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    compiler_script(HANGS.format(pids=pids))
     monkeypatch.setattr(build, "_COMPILE_TIMEOUT_S", 0.5)
     assert "has not finished after" in str(cpu.unavailable_reason())
-    started = [int(path.name) for path in pids.iterdir() if path.suffix != ".new"]
-    assert started
-    for pid in started:
-        assert_ended(pid)
+    assert_ended(started())
     assert [*fresh.iterdir(), *temporary.iterdir()] == []
 
 
@@ -184,26 +187,17 @@ def test_a_version_that_never_comes_is_not_waited_for(fresh: Path, monkeypatch: 
 @needs_compiler
 @pytest.mark.usefixtures("tiny_source")
 def test_an_interrupt_ends_the_compilers_and_the_next_call_compiles(
-    fresh: Path,
-    temporary: Path,
-    tmp_path: Path,
-    compiler_script: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
+    fresh: Path, temporary: Path, started: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    compiler_script(HANGS.format(pids=pids))
-
     def interrupted(seconds: float) -> None:
-        if any(path.suffix != ".new" for path in pids.iterdir()):
+        if started():
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(build.time, "sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cpu.unavailable_reason()
-    for path in pids.iterdir():
-        assert_ended(int(path.name.partition(".")[0]))
+    assert_ended(started())
     assert [*fresh.iterdir(), *temporary.iterdir()] == []
     assert cpu._loaded is None
 
