@@ -179,7 +179,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
         Returns:
             K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when anything but paged
-            attention touches them.
+            attention touches them; dense tensors where that is off.
 
         Raises:
             CacheMismatchError: The tensors do not fit what the cache holds, or there are no new tokens.
@@ -471,7 +471,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     # --- copies ---------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The same contents in blocks of its own."""
+        """The same contents in blocks of its own, for the model, or for a copy that this call makes of it."""
         self._settled("deepcopy")
         twin = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():

@@ -42,12 +42,13 @@ _UPDATE_IN_GRAPH = "update_in_graph"
 class Ending:
     """How a function call ends, which its frame does not outlive to tell."""
 
-    __slots__ = ("_caller", "_has_returned", "_mark")
+    __slots__ = ("_afterwards", "_caller", "_has_returned", "_mark")
 
     def __init__(self, frame: FrameType, mark: _Mark) -> None:
         self._caller = _position(frame.f_back)
         self._has_returned: bool | None = None
         self._mark = weakref.ref(mark)
+        self._afterwards: list[Callable[[], None]] = []
 
     def see(self, standing: FrameType | None) -> None:
         """Hear that the frame is gone, and who runs at that moment.
@@ -56,6 +57,13 @@ class Ending:
         left lives on in the traceback, and by the time that goes its caller is elsewhere.
         """
         self._has_returned = _position(standing) == self._caller
+        if self._has_returned:
+            for do in self._afterwards:
+                do()
+
+    def when_returned(self, do: Callable[[], None]) -> None:
+        """Have something done when the call returns, before its caller goes on. It must not raise."""
+        self._afterwards.append(do)
 
     def has_returned(self) -> bool | None:
         """Whether the call, which is over, has returned, or an exception left it; None if nobody can say."""
@@ -135,6 +143,11 @@ class Place:
     def has_returned(self) -> bool | None:
         """Whether the call, which is over, has returned; None if there is none, or nobody knows."""
         return None if self.ending is None else self.ending.has_returned()
+
+    def when_returned(self, do: Callable[[], None]) -> None:
+        """Have something done when the call returns, before its caller goes on; never if it is none."""
+        if self.ending is not None:
+            self.ending.when_returned(do)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
         Returns:
             K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when touched; dense tensors
-            where a gradient is wanted.
+            where a gradient is wanted, or the model's attention is none of this package.
 
         Raises:
             CacheMismatchError: Shape, dtype or device do not fit what the cache holds, or there are no new
@@ -108,7 +108,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         wants_gradients = key_states.requires_grad or value_states.requires_grad
         if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
             return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
-        return stored.views()
+        if state.is_attended():
+            return stored.views()
+        keys, values = stored.dense()  # a compiler around the host's attention (flex) sees nothing in a view
+        return keys.contiguous(), values.contiguous()
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
         """Write what this layer brings to the step in progress."""
@@ -166,6 +169,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         length = tokens - first + query_length
         if torch.compiler.is_compiling():
             return length, first
+        state.check_before_layers()
+        if not state.is_attended():
+            return length, first  # nobody but the mask function of this package knows more than an int
         announced = PagedLength(length)
         announced.note = partial(state.note_mask, tokens, query_length)
         return announced, first

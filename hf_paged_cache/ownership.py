@@ -13,8 +13,12 @@ weights that are changed while others keep them for a model (offloading hooks, F
 new tensors in every forward, or their layers convert them at the first; activity of adapters that is told to
 a forward alone.
 
+Buffers that are written while a call of the host runs that the cache takes part in are that call's own
+writing (running statistics), and no other weights.
+
 Refused although K and V would be right: more tokens in the embeddings, a model that was moved to another
-device and back, persistent buffers that a forward itself writes, and a copy of model and cache together.
+device and back, and persistent buffers that a forward writes before it asks the cache how long masks are, or
+that one writes which fails or has another cache.
 
 A saved cache knows names, shapes, dtypes, and a digest of a few values of every plain tensor. They are read
 when it is saved, and when a model uses it for the first time.
@@ -22,11 +26,12 @@ when it is saved, and when a model uses it for the first time.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from operator import attrgetter
@@ -62,6 +67,7 @@ class _Weight:
         address: Of its memory; 0 if it has none, or none of its own.
         version: Writes that torch has counted; None for an inference tensor.
         steps: Of optimizers, since models are looked at.
+        is_buffer: Whether it is a buffer, or part of one.
     """
 
     name: str
@@ -71,52 +77,68 @@ class _Weight:
     address: int
     version: int | None
     steps: int
+    is_buffer: bool
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, *, is_moved: bool) -> _Weight:
+    def of(cls, name: str, tensor: torch.Tensor, *, is_moved: bool, is_buffer: bool) -> _Weight:
         shape, dtype = tuple(tensor.shape), tensor.dtype
         if is_moved or tensor.is_meta:
-            return cls(name, shape, dtype, None, 0, None, 0)
+            return cls(name, shape, dtype, None, 0, None, 0, is_buffer)
         version = None if tensor.is_inference() else tensor._version
-        return cls(name, shape, dtype, weakref.ref(tensor), _address_of(tensor), version, _steps[id(tensor)])
+        address, steps = _address_of(tensor), _steps[id(tensor)]
+        return cls(name, shape, dtype, weakref.ref(tensor), address, version, steps, is_buffer)
 
     def difference(self, now: _Weight) -> str | None:
         """How a tensor in the same place differs; None if nothing tells it from this one."""
         if (self.shape, self.dtype) != (now.shape, now.dtype):
-            return f"`{now.name}` is {list(now.shape)} {now.dtype}, and was {list(self.shape)} {self.dtype}"
-        if self.tensor is None or now.tensor is None:
+            found = f"is {list(now.shape)} {now.dtype}, and was {list(self.shape)} {self.dtype}"
+        elif self.tensor is None or now.tensor is None:
             return None
-        if self.tensor() is not now.tensor():
-            return f"`{now.name}` is another tensor"
-        if (self.version, self.steps) != (now.version, now.steps):
-            return f"`{now.name}` was written to"
-        is_known = self.address and now.address
-        return f"`{now.name}` has its data elsewhere" if is_known and self.address != now.address else None
+        elif self.tensor() is not now.tensor():
+            found = "is another tensor"
+        elif (self.version, self.steps) != (now.version, now.steps):
+            found = "was written to"
+        elif self.address and now.address and self.address != now.address:
+            found = "has its data elsewhere"
+        else:
+            return None
+        if now.is_buffer:
+            found += " (a buffer; `register_buffer(..., persistent=False)` if it is no weight)"
+        return f"`{now.name}` {found}"
 
     def saved(self) -> SavedWeight:
         """What can be said to another process; of values only if they are still there, and plain."""
         tensor = None if self.tensor is None else self.tensor()
-        if tensor is not None and self.difference(_Weight.of("", tensor, is_moved=False)) is not None:
+        if tensor is not None and self._has_changed(tensor):
             tensor = None  # it holds something else by now
         digest = None if tensor is None else _digest(tensor)
         return SavedWeight(list(self.shape), str(self.dtype), digest)
 
+    def as_now(self, tensor: torch.Tensor) -> _Weight:
+        """What is known now of this tensor, or of a copy of it."""
+        return _Weight.of(self.name, tensor, is_moved=False, is_buffer=self.is_buffer)
 
-@dataclass(frozen=True, slots=True, eq=False)
+    def _has_changed(self, tensor: torch.Tensor) -> bool:
+        return self.difference(self.as_now(tensor)) is not None
+
+
+@dataclass(slots=True, eq=False)
 class Weights:
     """The facts about a model's weights at one time.
 
     Attributes:
         model: The model, if it still lives.
         modules: Identities of its modules then.
-        tensors: Its parameters and saved buffers, in the order of its modules.
+        tensors: Its parameters and saved buffers, in the order of its modules. Copies share this list.
         adapters: Of every module with adapters, which of them do what.
+        has_buffers: Whether buffers count among the tensors.
     """
 
     model: weakref.ref[torch.nn.Module]
     modules: frozenset[int]
-    tensors: tuple[_Weight, ...]
+    tensors: list[_Weight]
     adapters: tuple[Any, ...]
+    has_buffers: bool
 
     def difference(self, now: Weights) -> str | None:
         """What has changed since; None if nothing has."""
@@ -137,9 +159,41 @@ class Weights:
             tensors = {weight.name: weight.saved() for weight in self.tensors}
         return SavedWeights(tensors, repr(self.adapters))
 
+    def take_in_buffers(self) -> None:
+        """Let what was written into buffers until now be no change: a call of the model has done it."""
+        model = self.model()
+        now = self if model is None else weights_of(model)
+        if len(now.tensors) == len(self.tensors):
+            self.tensors[:] = [
+                after if after.is_buffer and after.name == before.name else before
+                for before, after in zip(self.tensors, now.tensors, strict=True)
+            ]
+        if model is not None and self.difference(now) is None:
+            vars(model)[_WATCH].weights = self  # other caches of the model hold it too
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
-        """A copy of a cache belongs to the same model."""
-        return self
+        """A copy of a cache belongs to the same model; if that is copied too, `move_to_copy` is called."""
+        model = self.model()
+        now = self if model is None else weights_of(model)
+        is_other = now is not self and self.difference(now) is None
+        return copy.deepcopy(now, memo) if is_other else replace(self)
+
+    def move_to_copy(self, memo: dict[int, Any]) -> None:
+        """Become the facts about a copy of the model, if the `memo` of a deep copy has all its parts."""
+        model, modules = memo.get(id(self.model())), [memo.get(each) for each in self.modules]
+        parts: Iterator[torch.Tensor] = iter(())
+        tensors: list[_Weight] = []
+        for weight in self.tensors:
+            tensor = next(parts, None)
+            if tensor is None and weight.tensor is not None:
+                tensor = memo.get(id(weight.tensor()))
+                if tensor is None:
+                    return
+                parts = iter(plain_tensors(tensor) if hasattr(tensor, "__tensor_flatten__") else ())
+            tensors.append(weight if tensor is None else weight.as_now(tensor))
+        if model is not None and None not in modules:
+            self.model, self.modules = weakref.ref(model), frozenset(map(id, modules))
+            self.tensors = tensors
 
 
 Owner = Weights | SavedWeights
@@ -160,7 +214,10 @@ def owner_after(owner: Owner | None, call: ModelCall, tokens: int) -> Owner | No
     if whole is None:
         return owner if tokens else None
     inner = None if call.model is None else call.model()
-    return _checked(owner if tokens else None, whole, inner or whole, tokens)
+    owner = _checked(owner if tokens else None, whole, inner or whole, tokens)
+    if isinstance(owner, Weights) and owner.has_buffers:
+        call.root.when_returned(owner.take_in_buffers)
+    return owner
 
 
 def check_prompt(owner: Owner | None, model: torch.nn.Module | None, tokens: int) -> None:
@@ -268,7 +325,8 @@ class _Watch:
         adapted = [module for module in survey.modules if _adapters_of(module) is not None]
         self._adapters = [_adapters_of(module) for module in adapted]
         modules = frozenset(map(id, survey.modules))
-        self.weights = Weights(self.model, modules, tuple(survey.weights), tuple(self._adapters))
+        has_buffers = any(weight.is_buffer for weight in survey.weights)
+        self.weights = Weights(self.model, modules, survey.weights, tuple(self._adapters), has_buffers)
         if before is not None and before.modules == modules and before.difference(self.weights) is None:
             self.weights = before  # caches hold it already
         self._all_steps = _steps[_ALL]
@@ -296,8 +354,24 @@ class _Watch:
         except (AttributeError, TypeError, RuntimeError):  # a tensor is gone, or lost its memory
             return False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch | None:
+        """That of a copy of the model, which looks anew, and finds what copies of caches know of it.
+
+        By now all that the model consists of has its copy; the caches may come before it or after.
+        """
+        model = self.model()
+        if model is None:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            weights = copy.deepcopy(weights_of(model), memo)
+            weights.move_to_copy(memo)
+        twin = _Watch.__new__(_Watch)
+        twin.model, twin.weights = weights.model, weights
+        twin._gone = [None]  # so that the first who asks has it made anew
+        return twin
+
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of the model, and one in a file, has none."""
+        """A model in a file has none."""
         return type(None), ()
 
 
@@ -343,7 +417,7 @@ class _Survey:
                 self._add(tensor, name + key, is_moved=is_moved or is_lent, converts=converts)
         for key, tensor in module._buffers.items():
             if tensor is not None and key not in transient and not _is_count(tensor):
-                self._add(tensor, name + key, is_moved=is_moved, converts=converts)
+                self._add(tensor, name + key, is_moved=is_moved, converts=converts, is_buffer=True)
         adapters = _adapters_of(module)
         for key, child in module._modules.items():
             if child is not None and (keys is None or key in keys):
@@ -351,18 +425,21 @@ class _Survey:
                 chosen = frozenset(adapters.active) if adapters is not None and is_choice else None
                 self.visit(child, f"{name}{key}.", is_moved=is_moved, keys=chosen)
 
-    def _add(self, tensor: torch.Tensor, name: str, *, is_moved: bool, converts: bool) -> None:
+    def _add(
+        self, tensor: torch.Tensor, name: str, *, is_moved: bool, converts: bool, is_buffer: bool = False
+    ) -> None:
         if id(tensor) in self._seen or torch.nn.parameter.is_lazy(tensor):
             return
         self._seen.add(id(tensor))
         if converts:
-            self.weights.append(_Weight(name, (), torch.uint8, None, 0, None, 0))
+            self.weights.append(_Weight(name, (), torch.uint8, None, 0, None, 0, is_buffer))
             return
-        self.weights.append(_Weight.of(name, tensor, is_moved=is_moved))
+        self.weights.append(_Weight.of(name, tensor, is_moved=is_moved, is_buffer=is_buffer))
         if hasattr(tensor, "__tensor_flatten__") and not is_moved:
             # What a subclass is made of may be written to by itself.
             for index, inner in enumerate(plain_tensors(tensor)):
-                self.weights.append(_Weight.of(f"{name}.{index}", inner, is_moved=False))
+                part = _Weight.of(f"{name}.{index}", inner, is_moved=False, is_buffer=is_buffer)
+                self.weights.append(part)
 
 
 class _Adapters(NamedTuple):

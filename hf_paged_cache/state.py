@@ -31,7 +31,7 @@ from .groups import LayerGroups
 from .history import TokenHistory
 from .kernels import dispatch
 from .kernels.problem import LayerBlocks
-from .ownership import Owner, check_prompt, owner_after
+from .ownership import Owner, Weights, check_prompt, owner_after
 from .padding import NO_PADDING, Forward, NotedMask, Padding
 from .saved import SavedCache
 from .spec import LayerSpec
@@ -237,6 +237,18 @@ class CacheState:
         if self._is_cross and layer_idx == next(iter(self.tokens)) and not torch.compiler.is_compiling():
             call = calls.current()
             if self._is_new(call):
+                self._enter(call, self.step_end)
+
+    def check_before_layers(self) -> None:
+        """Look whose weights read before a layer of theirs has run, if that may write to its buffers.
+
+        Raises:
+            CacheMismatchError: Other weights computed what is cached.
+        """
+        may_write = self.owner is None or (isinstance(self.owner, Weights) and self.owner.has_buffers)
+        if may_write and not self.is_encoder_decoder:
+            call = calls.current()
+            if call.root.frame is not None and self._is_new(call):
                 self._enter(call, self.step_end)
 
     def check_prompt_of(self, model: torch.nn.Module | None) -> None:

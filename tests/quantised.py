@@ -28,6 +28,15 @@ def feed(model: Any, cache: PagedCache, tokens: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def feed_beams(model: Any, cache: PagedCache) -> None:
+    """Three rows that share what they began with, two of them also what came then."""
+    feed(model, cache, ids(20, 1))
+    cache.batch_repeat_interleave(3)
+    feed(model, cache, ids(2, 3))
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    feed(model, cache, ids(1, 3))
+
+
 def states(tokens: int, rows: int = 1, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as the llama case's layers have them."""
     g = torch.Generator().manual_seed(seed)

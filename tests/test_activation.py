@@ -34,7 +34,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from hf_paged_cache import PagedCache, PagedCacheError, disable, enable, paged_attention
 from hf_paged_cache.attention import NAME_PREFIX
 from hf_paged_cache.compat import _eager_functions
-from tests.models import CASES, by_name, host_cache
+from tests.models import CASES, by_name, cache_kwarg, host_cache, paged_cache
 
 SIZES = {
     "vocab_size": 97,
@@ -243,6 +243,22 @@ def test_models_with_attention_code_of_their_own_are_left_alone_and_still_served
     assert torch.equal(greedy(model, past_key_values=PagedCache(model, max_tokens=1024)), want)
     assert model.config._attn_implementation == before
     assert not enable(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bart"])
+def test_flex_attention_gets_tensors_that_it_can_trace(name: str) -> None:
+    """It runs without its compiler here, since that takes minutes; lazy tensors are an error then too."""
+    model = by_name(name).build()
+    model.set_attn_implementation("flex_attention")
+    torch.compiler.set_stance("force_eager")
+    try:
+        want, got = (
+            greedy(model, **{cache_kwarg(): cache})
+            for cache in (host_cache(model), paged_cache(model, cross="dynamic"))
+        )
+    finally:
+        torch.compiler.set_stance("default")
+    assert torch.equal(got, want)
 
 
 def test_a_decoder_with_its_own_copy_of_the_config_is_reached_through_the_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_paged_cache import (
     PoolExhausted,
     UnsupportedLayerError,
 )
+from hf_paged_cache.hosts import HostParts
 from hf_paged_cache.layer import PagedLayer
 
 from .models import VOCAB, _redraw, cache_kwarg
@@ -347,6 +349,35 @@ def test_an_interrupted_forward_is_taken_back(name: str, done: int, share: float
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("name", ["mamba2", "falcon-h1"])
+def test_a_change_that_fails_inside_a_forward_leaves_that_one_to_be_taken_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known of the forward in progress, of its text and of the states before it comes back too."""
+    model, ids = model_of(name), prompt(23)
+    cache, undisturbed = paged(model), paged(model)
+    for each in (cache, undisturbed):
+        step(model, ids[:, :20], each)
+    clear = HostParts.clear
+
+    def clear_and_fail(parts: HostParts) -> None:
+        clear(parts)
+        raise ZeroDivisionError
+
+    (norm,) = (part for child, part in model.base_model.named_children() if "norm" in child)
+    hook = norm.register_forward_pre_hook(lambda *_: cache.reset())
+    with monkeypatch.context() as patch:
+        patch.setattr(HostParts, "clear", clear_and_fail)
+        with pytest.raises(ZeroDivisionError):
+            step(model, ids[:, 3:6], cache)
+    hook.remove()
+    if name == "mamba2":
+        with pytest.raises(CacheMismatchError, match="begins as the 20 that the cache was fed"):
+            generated(model, ids, cache)
+    got, want = (step(model, ids[:, 20:], each) for each in (cache, undisturbed))
+    assert torch.equal(got, want)
+
+
 def test_a_model_with_its_state_in_itself_asks_for_a_reset() -> None:
     if not TELLS_RECURRENT_LAYERS:
         with pytest.raises(UnsupportedLayerError, match="'recurrent_gemma' under transformers"):
@@ -515,6 +546,23 @@ def test_a_whole_prompt_is_not_fed_again_where_no_layer_counts_tokens(rows: int)
     new = torch.cat((said[:, -1:], ids[:, :3]), dim=1)
     want = generated(model, torch.cat((said, ids[:, :3]), dim=1), stock(model))
     assert torch.equal(generated(model, new, cache)[:, 4:], want[:, said.shape[1] + 3 :])
+
+
+def test_rows_that_fail_to_move_keep_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of("mamba2"), prompt(23)
+    cache, select = paged(model), HostParts.select
+    step(model, ids[:, :20], cache)
+
+    def select_and_fail(parts: HostParts, rows: Sequence[int]) -> None:
+        select(parts, rows)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostParts, "select", select_and_fail)
+        with pytest.raises(MemoryError):
+            cache.batch_repeat_interleave(2)
+    with pytest.raises(CacheMismatchError, match="begins as the 20 that the cache was fed"):
+        generated(model, ids, cache)
 
 
 def test_a_cache_without_blocks_says_that_it_does_not_know_its_text() -> None:

@@ -67,6 +67,20 @@ def test_many_calls_from_one_place_that_return_and_fail_in_turn() -> None:
     assert seen == [True, False] * 3
 
 
+def test_what_waits_for_a_return_happens_before_the_caller_goes_on_and_not_after_a_failure() -> None:
+    seen: list[str] = []
+
+    def planned(do: Callable[[], Any]) -> None:
+        _planted().when_returned(lambda: seen.append("returned"))
+        do()
+
+    planned(lambda: None)
+    seen.append("caller")
+    with contextlib.suppress(ZeroDivisionError):
+        planned(fail)
+    assert seen == ["returned", "caller"]
+
+
 def test_an_error_that_was_caught_inside() -> None:
     def caught() -> Any:
         ending = _planted()

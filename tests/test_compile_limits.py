@@ -72,13 +72,16 @@ def test_prompt_longer_than_a_row_is_refused_and_the_cache_stays_usable() -> Non
 
 
 def test_number_of_static_rows_cannot_change() -> None:
-    model = model_of("llama")
-    cache = static_cache(model)
+    model, text = model_of("llama"), prompt()["input_ids"]
+    cache, stock = static_cache(model), DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt()["input_ids"], **{cache_kwarg(): cache})
-    with pytest.raises(PagedCacheError, match=r"number of rows is fixed: there are 2, and 4"):
-        cache.batch_repeat_interleave(2)
-    assert cache.batch_size == 2
+        for each in (cache, stock):
+            model(text, **{cache_kwarg(): each})
+        with pytest.raises(PagedCacheError, match=r"number of rows is fixed: there are 2, and 4"):
+            cache.batch_repeat_interleave(2)
+        assert cache.batch_size == 2
+        got, want = (model(text[:, :2], **{cache_kwarg(): each}).logits for each in (cache, stock))
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
 def test_another_number_of_rows_in_a_compiled_step_is_refused() -> None:

@@ -21,7 +21,7 @@ from tests.interrupts import Interrupted, interrupting
 from tests.models import shared_model
 from tests.padded import fill, ragged
 from tests.poison import poison
-from tests.quantised import NAMES, cache_of, feed, ids, states, update_all
+from tests.quantised import NAMES, cache_of, feed, feed_beams, ids, states, update_all
 
 
 def test_rows_whose_blocks_lie_in_another_order_come_back_in_their_own() -> None:
@@ -132,20 +132,12 @@ def _padded(model: Any, cache: PagedCache) -> None:
     fill(model, cache, ragged(3, 20, 37))
 
 
-def _with_beams(model: Any, cache: PagedCache) -> None:
-    feed(model, cache, ids(20, 1))
-    cache.batch_repeat_interleave(3)
-    feed(model, cache, ids(2, 3))
-    cache.reorder_cache(torch.tensor([2, 0, 0]))
-    feed(model, cache, ids(1, 3))
-
-
 WAYS: dict[str, Callable[[Any, PagedCache], None]] = {
     "five tokens": _fed,
     "after crop": _cropped,
     "after truncate_to": _truncated,
     "padding": _padded,
-    "beams": _with_beams,
+    "beams": feed_beams,
 }
 
 

@@ -24,18 +24,10 @@ from hf_paged_cache.errors import PoolExhausted
 from hf_paged_cache.saved import checksum
 from tests.models import shared_model
 from tests.padded import fill, ragged
-from tests.quantised import cache_of, feed, ids
+from tests.quantised import cache_of, feed, feed_beams, ids
 from tests.test_architectures import model_of, step
 
 Path = tuple[Any, ...]
-
-
-def _beams(model: Any, one: PagedCache) -> None:
-    feed(model, one, ids(20, 1))
-    one.batch_repeat_interleave(3)
-    feed(model, one, ids(2, 3))
-    one.reorder_cache(torch.tensor([2, 0, 0]))
-    feed(model, one, ids(1, 3))
 
 
 def _recorded(model: Any, one: PagedCache) -> None:
@@ -57,7 +49,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[Any, PagedCache], Any]]] =
     "windows": ("gemma3", {"kv_cache_dtype": "k8v4"}, lambda model, one: feed(model, one, ids(45))),
     "recorded": ("gemma3", {}, _recorded),
     "padded": ("llama", {}, lambda model, one: fill(model, one, _PADDED)),
-    "beams": ("llama", {"kv_cache_dtype": "int4"}, _beams),
+    "beams": ("llama", {"kv_cache_dtype": "int4"}, feed_beams),
     "empty": ("llama", {}, lambda model, one: None),
     "hybrid": ("jamba", {}, lambda model, one: step(model, ids(20), one)),
     "indexed": ("deepseek-v3.2", {}, lambda model, one: step(model, ids(20), one)),

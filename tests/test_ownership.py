@@ -77,6 +77,22 @@ class InBuffers(nn.Module):
         return x @ (self.qweight * self.scales).T
 
 
+class Observed(nn.Linear):
+    """A layer that keeps statistics of its inputs where a checkpoint has them too."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+        self.register_buffer("largest", torch.zeros(2))
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.largest[0] = torch.maximum(self.largest[0], x.abs().max())
+            self.mean = self.mean * 0.9 + x.mean() * 0.1
+        return super().forward(x)
+
+
 class Opaque(torch.Tensor):
     """A weight of some library: it can be multiplied by and written to, and nothing else."""
 
@@ -131,6 +147,14 @@ def adapted() -> Any:
 def in_buffers() -> Any:
     model = llama()
     mlp(model).up_proj = InBuffers(mlp(model).up_proj)
+    return model.eval()
+
+
+def observed() -> Any:
+    """In the first projection before a cache is written, and in the last layer of all."""
+    model = llama()
+    for part, name in ((model.model.layers[0].self_attn, "q_proj"), (model, "lm_head")):
+        setattr(part, name, Observed(getattr(part, name)))
     return model.eval()
 
 
@@ -229,6 +253,8 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a write into an active adapter": (adapted, lambda m: adapters(m)[0].lora_A["a"].weight.mul_(2)),
     "a write into a buffer": (in_buffers, lambda m: mlp(m).up_proj.qweight.add_(1)),
     "another buffer": (in_buffers, a_new("scales", lambda m: mlp(m).up_proj)),
+    "a write into statistics": (observed, lambda m: m.lm_head.largest.add_(1)),
+    "other statistics": (observed, a_new("mean", lambda m: m.lm_head)),
     "a write into an opaque weight": (opaque, lambda m: key_weight(m).mul_(2.0)),
     "a write into what it is made of": (opaque, lambda m: key_weight(m).inner.mul_(2.0)),
 }
@@ -247,6 +273,7 @@ SAME: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "offloading as a whole": (llama, lambda m: cpu_offload_with_hook(m, torch.device("cpu"))[1].offload()),
     "a buffer that is made anew": (dynamic_rope, lambda m: None),
     "counting": (in_buffers, lambda m: m(ids(4), use_cache=False)),
+    "statistics of its own": (observed, lambda m: None),
     "a write into an idle adapter": (adapted, lambda m: adapters(m)[0].lora_A["b"].weight.mul_(2)),
     "an idle adapter's end": (adapted, drop_idle),
     "adapters off and on": (adapted, off_and_on),
@@ -289,6 +316,30 @@ def test_other_weights_are_refused_and_the_cache_stays_as_it_was(change: str, ho
     fresh = cache_of(model, name)
     assert_like(feed(model, cache, ids(20)), feed(model, fresh, ids(20)))
     assert_like(go_on(model, cache, ids(3), how), go_on(model, fresh, ids(3), how))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
+    "more embeddings": (
+        llama, lambda m: m.resize_token_embeddings(101),
+        r"`model\.embed_tokens\.weight` is \[101, 64\] torch\.float32, and was \[97, 64\] .*cache\.reset\(\)",
+    ),
+    "statistics of another forward": (
+        observed, lambda m: m(ids(4), use_cache=False),
+        r"\.largest` was written to \(a buffer; `register_buffer\(\.\.\., persistent=False\)` if",
+    ),
+}  # fmt: skip
+"""What is refused although K and V are right: how it is made, what is done, and what is said of it."""
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_told_from_other_weights_is_refused_by_name(what: str) -> None:
+    make, apply, words = REFUSED[what]
+    model = make()
+    cache = cache_of(model, "auto")
+    feed(model, cache, ids(20))
+    apply(model)
+    with pytest.raises(CacheMismatchError, match=words):
+        feed(model, cache, ids(3, seed=1))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -392,9 +443,12 @@ SAVED: dict[str, Callable[[PagedCache], PagedCache]] = {
 }
 
 
+@pytest.mark.parametrize("make", [llama, observed])
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_belongs_to_the_same_weights(copied: Callable[[PagedCache], PagedCache]) -> None:
-    model = llama()
+def test_a_copy_belongs_to_the_same_weights(
+    copied: Callable[[PagedCache], PagedCache], make: Callable[[], Any]
+) -> None:
+    model = make()
     cache = cache_of(model, "auto")
     feed(model, cache, ids(20))
     twin = copied(cache)
@@ -407,6 +461,33 @@ def test_a_copy_belongs_to_the_same_weights(copied: Callable[[PagedCache], Paged
     for each in (twin, copied(cache)):
         with pytest.raises(CacheMismatchError, match=r"`model\.layers\.1\.mlp\.up_proj\.weight` was written"):
             feed(model, each, ids(2))
+
+
+@pytest.mark.parametrize("make", [llama, adapted, observed])
+@pytest.mark.parametrize("is_model_first", [True, False])
+def test_a_model_and_a_cache_that_are_copied_together_belong_together(
+    is_model_first: bool, make: Callable[[], Any]
+) -> None:
+    model = make()
+    cache = cache_of(model, "auto")
+    feed(model, cache, ids(20))
+    before = copy.deepcopy(cache)
+    pair = copy.deepcopy((model, before, cache) if is_model_first else (cache, before, model))
+    one, other, twin = (pair[0], *pair[1:]) if is_model_first else (pair[2], pair[1], pair[0])
+    want = feed(model, cache.fork(), ids(2))
+    for each in (twin, other):
+        assert_like(feed(one, each.fork(), ids(2)), want)
+        with pytest.raises(CacheMismatchError, match="is not the one that did"):
+            feed(model, each, ids(2))
+    with torch.no_grad():
+        mlp(one).up_proj.weight.add_(0.1)
+    with pytest.raises(CacheMismatchError, match=r"up_proj\.weight` was written to"):
+        feed(one, twin, ids(2))
+    with torch.no_grad():
+        mlp(model).up_proj.weight.add_(0.1)
+    copied, twin = copy.deepcopy((model, cache))
+    with pytest.raises(CacheMismatchError, match="is not the one that did"):
+        feed(copied, twin, ids(2))
 
 
 @pytest.mark.parametrize("make", [llama, in_buffers, adapted, opaque])

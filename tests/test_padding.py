@@ -12,6 +12,7 @@ import torch
 from hf_paged_cache import PagedCache, disable
 from hf_paged_cache.errors import CacheMismatchError, PoolExhausted
 from hf_paged_cache.formats import FORMATS
+from hf_paged_cache.groups import LayerGroups
 from tests.models import host_cache, shared_model
 from tests.padded import (
     BLOCK,
@@ -470,6 +471,26 @@ def test_a_loop_without_a_model_stores_all() -> None:
         cache.update(states, states, layer_idx)
     assert stored_columns(cache) == [[True] * 3] * 2
     assert not cache._state.padding.tokens
+
+
+def test_the_mask_of_a_refused_forward_is_not_that_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the next one is as long, and shows its mask to nobody."""
+    model = llama()
+    cache, stock = cache_of(model, "auto"), host_cache(model)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerGroups, "reserve", fail)
+        with pytest.raises(MemoryError):
+            fill(model, cache, ragged(20, 37))
+    text = ragged(37, 37)["input_ids"]
+    inputs = {"input_ids": text, "attention_mask": torch.ones(1, 1, 37, 37, dtype=torch.bool).tril()}
+    more = {"input_ids": text[:, :2], "attention_mask": torch.ones(2, 39, dtype=torch.long)}
+    for one in (inputs, more):
+        got, want = (fill(model, each, one) for each in (cache, stock))
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
 def test_a_mask_of_four_dimensions_leaves_nothing_out() -> None:

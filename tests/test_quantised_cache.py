@@ -18,6 +18,7 @@ from hf_paged_cache.errors import (
 )
 from hf_paged_cache.faults import Faults
 from hf_paged_cache.formats import kv_format
+from hf_paged_cache.hosts import HostParts
 from tests.blocks.rows import Counted
 from tests.models import shared_model
 from tests.quantised import BLOCK, NAMES, cache_of, feed, ids, states, update_all
@@ -315,6 +316,33 @@ def test_notes_of_a_device_are_read_a_step_later() -> None:
     faults.reset()
     faults.check()
     faults.check()
+
+
+def test_notes_of_a_device_stay_until_other_rows_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset alone does not drop them: while it may fail, the rows that were spoilt may come back."""
+    cache = cache_of(shared_model("llama"), "int8")
+    update_all(cache, *states(3))
+    (group,) = cache._state.groups
+    faults = group._faults[torch.device("cpu")] = Faults(torch.device("cpu"), [0, 1, 2])
+    faults.of(1)[0] = 1
+    update_all(cache, *states(1))
+    clear = HostParts.clear
+
+    def clear_and_fail(parts: HostParts) -> None:
+        clear(parts)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostParts, "clear", clear_and_fail)
+        with pytest.raises(MemoryError):
+            cache.reset()
+    with pytest.raises(UnstorableValueError, match=r"^layer 1: K of an earlier step"):
+        update_all(cache, *states(1))
+    assert cache.get_seq_length() == 4
+    cache.reset()
+    for _ in range(3):
+        update_all(cache, *states(1))
+    assert cache.get_seq_length() == 3
 
 
 @pytest.mark.parametrize("kind", NAMES)

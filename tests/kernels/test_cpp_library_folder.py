@@ -111,11 +111,6 @@ def folder_for_everyone(intruder: Intruder, folder: Path) -> None:
     intruder.take(intruder.plant(folder))
 
 
-def folder_of_a_group(intruder: Intruder, folder: Path) -> None:
-    folder.chmod(0o770)
-    intruder.plant(folder)
-
-
 def file_of_another(intruder: Intruder, folder: Path) -> None:
     intruder.take(intruder.plant(folder))
 
@@ -142,7 +137,6 @@ def link_of_another(intruder: Intruder, folder: Path) -> None:
         (folder_of_another, "kernels belongs to user 12345"),
         (folder_of_another_where_ours_was, "kernels belongs to user 12345"),
         (folder_for_everyone, "other users may write to"),
-        (folder_of_a_group, "other users may write to"),
         (file_of_another, "is not loaded: it belongs to user 12345"),
         (file_for_everyone, "is not loaded: other users may write to it"),
         (link_to_a_file, "is not loaded: it is a link"),
@@ -190,6 +184,87 @@ def test_relative_paths_lead_to_no_library(
     assert library.handle.answer() == 42
     assert not intruder.marker.exists()
     assert library.problems == () if problem is None else problem in library.problems[0]
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o720])  # the second is what an end halfway leaves
+def test_a_folder_that_was_left_open_to_the_group_is_emptied_and_closed_once(
+    mode: int, intruder: Intruder, compiled: list[Path], fresh: Path
+) -> None:
+    planted = intruder.plant(fresh)
+    (fresh / "cpu-avx2-left.tmp").write_text("")
+    fresh.chmod(mode)
+    library = build.load()
+    assert library.handle.answer() == 42
+    assert not intruder.marker.exists()
+    assert f"Other users could write to {fresh}" in library.problems[0]
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
+    assert planted not in fresh.iterdir()
+    assert build.load().problems == ()
+    assert len(compiled) == len(list(fresh.iterdir())) == 1
+
+
+def other_files(intruder: Intruder, folder: Path) -> Path:
+    (folder / "notes.txt").write_text("")
+    return folder
+
+
+def folder_in_one_for_everyone(intruder: Intruder, folder: Path) -> Path:
+    folder.parent.chmod(0o777)
+    return folder
+
+
+def folder_in_one_of_another(intruder: Intruder, folder: Path) -> Path:
+    intruder.take(folder.parent)
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    return folder
+
+
+def link_to_another_folder(intruder: Intruder, folder: Path) -> Path:
+    target = folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(target)
+    return target
+
+
+@pytest.mark.parametrize(
+    "place", [other_files, folder_in_one_for_everyone, folder_in_one_of_another, link_to_another_folder]
+)
+def test_a_folder_that_may_serve_others_keeps_its_mode_and_its_files(
+    place: Callable[[Intruder, Path], Path], intruder: Intruder, fresh: Path
+) -> None:
+    planted = intruder.plant(fresh).name
+    fresh.chmod(0o775)
+    folder = place(intruder, fresh)
+    library = build.load()
+    assert library.handle.answer() == 42
+    assert not intruder.marker.exists()
+    assert "other users may write to" in library.problems[0]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o775
+    assert (folder / planted).exists()
+
+
+@pytest.mark.parametrize("was_kept", [False, True])
+def test_a_disk_that_runs_nothing_is_named_with_the_way_out(
+    was_kept: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if was_kept:
+        build.load()
+    load = library_folder.LibraryFile.load
+
+    def refuse(library: library_folder.LibraryFile) -> Any:
+        if library.path.is_relative_to(fresh):
+            library.close()
+            raise OSError(f"{library.path}: failed to map segment from shared object")
+        return load(library)
+
+    monkeypatch.setattr(library_folder.LibraryFile, "load", refuse)
+    library = build.load()
+    assert library.handle.answer() == 42
+    (problem,) = library.problems
+    assert f"not from {fresh} (" in problem
+    assert "failed to map segment" in problem
+    assert "HF_PAGED_CACHE_DIR" in problem
+    assert len(list(fresh.iterdir())) == 1
 
 
 def test_a_link_of_this_user_is_followed(fresh: Path, tmp_path: Path) -> None:

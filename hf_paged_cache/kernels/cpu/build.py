@@ -2,7 +2,7 @@
 
 The library is kept in a per-user folder (`library_folder`) under a name that hashes the sources, the flags
 and the compiler's version: when one of them changes another file is made, so an old file is never wrong.
-Where the folder cannot be trusted or written, the library is compiled for this process only.
+Where the folder cannot be trusted, written, or run from, the library is compiled for this process only.
 
 Environment:
     CXX: The compiler, with arguments if it needs some; otherwise the first of `g++`, `c++`, `clang++`.
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from .library_folder import LibraryFile, LibraryFolder, cache_dir, private_folder, reason_of
+from .library_folder import LibraryFile, LibraryFolder, cache_dir, private_folder, reason_of, take_back
 
 _SOURCE_DIR = Path(__file__).parent
 _SOURCES = ("quantised.cpp", "attention.cpp", "records.cpp", "copy.cpp")  # the slowest to compile first
@@ -99,7 +99,12 @@ def load() -> Library:
     with contextlib.ExitStack() as stack:
         folder = None
         try:
-            folder = stack.enter_context(LibraryFolder(cache_dir()))
+            path = cache_dir()
+            if take_back(path):
+                problems.append(
+                    f"Other users could write to {path}: it was emptied, and is this user's alone now."
+                )
+            folder = stack.enter_context(LibraryFolder(path))
         except OSError as error:
             problems.append(f"{_NOT_KEPT}: {error}.")
         for flags in _candidate_flags(isa, cpu_flags, is_clang="clang" in version):
@@ -272,15 +277,25 @@ def _compile_and_load(
                     kept = folder.keep(stem, path)
                 except OSError as error:  # read only, or the disk is full
                     problems.append(f"{_NOT_KEPT}: {folder.path}: {reason_of(error)}.")
+            fault: OSError | None = None
             if kept is not None:
-                with contextlib.suppress(OSError):  # libraries may not be run from there, or nowhere
+                try:
                     return _load_file(kept)
+                except OSError as error:  # libraries may not be run from there, or nowhere
+                    fault = error
             try:
-                return _load_file(LibraryFile(path))
+                handle = _load_file(LibraryFile(path))
             except OSError as error:
                 if folder is not None and kept is not None:
                     folder.remove(kept)
                 raise BuildError(f"The compiled kernel does not load: {error}.") from error
+            if folder is not None and fault is not None:
+                problems.append(
+                    f"The compiled kernel loads, but not from {folder.path} ({reason_of(fault)}), so that "
+                    "every process compiles it anew: let HF_PAGED_CACHE_DIR name a folder on a disk that is "
+                    "mounted without `noexec`."
+                )
+            return handle
     except OSError as error:
         raise BuildError(f"The kernel cannot be compiled: {error}.") from error
 

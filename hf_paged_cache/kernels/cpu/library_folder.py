@@ -2,10 +2,11 @@
 
 Loading a library runs its code, so whoever can put a file into the folder runs what they like as whoever
 starts next. The folder, and each file in it, must therefore belong to this user or to root, and nobody else
-may write to it; links on the way to it must be theirs too. These are checked on open descriptors, and the
-library is loaded through the descriptor whose bytes were hashed. Other folders on the way may belong to
-anyone: what somebody puts in the place of ours is theirs, and refused. Relative paths are not followed, since
-they lead somewhere else in every working directory, among them folders that came out of an archive.
+may write to it; links on the way to it must be theirs too. (A folder that an earlier version left open to the
+group is emptied, and closed to it.) These are checked on open descriptors, and the library is loaded through
+the descriptor whose bytes were hashed. Other folders on the way may belong to anyone: what somebody puts in
+the place of ours is theirs, and refused. Relative paths are not followed, since they lead somewhere else in
+every working directory, among them folders that came out of an archive.
 
 A library's name ends with the SHA-256 of its bytes, which tells one that was damaged on disk, and makes two
 files of one name equal: whoever is last to move one into place changes nothing.
@@ -60,6 +61,38 @@ def cache_dir() -> Path:
 def make(path: Path) -> None:
     """Make the folder, for this user alone, unless it is there."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def take_back(path: Path) -> bool:
+    """Take a folder of kernels from the group that earlier versions let write to it, and empty it.
+
+    Nothing is done to a folder that is not this user's own, that all may write to, that holds anything beside
+    kernels, or that is a link or lies where all may replace it.
+
+    Returns:
+        Whether that was done.
+
+    Raises:
+        OSError: It cannot be opened or emptied.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags)
+    except OSError:
+        return False  # which whoever opens it for use says better
+    try:
+        found = os.fstat(handle)
+        is_own = found.st_uid == os.geteuid() and _may_write(found) == stat.S_IWGRP
+        if not is_own or _is_open_to_all(path.parent) or not all(map(_is_of_kernels, os.listdir(handle))):
+            return False
+        # From here on nobody can add to it; the bit that stays has it refused if this is interrupted.
+        os.fchmod(handle, 0o700 | stat.S_IWGRP)
+        for name in os.listdir(handle):
+            os.unlink(name, dir_fd=handle)
+        os.fchmod(handle, 0o700)
+    finally:
+        os.close(handle)
+    return True
 
 
 class LibraryFolder:
@@ -246,8 +279,24 @@ def _check_owner(found: os.stat_result, name: str) -> None:
 
 
 def _check_mode(found: os.stat_result, name: str) -> None:
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if _may_write(found):
         raise FolderError(f"other users may write to {name} (`chmod go-w` it if none did)")
+
+
+def _may_write(found: os.stat_result) -> int:
+    """Who may beside the owner: the bits of the group, and of all."""
+    return found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_open_to_all(path: Path) -> bool:
+    """Whether others may put something else in the place of what lies in a folder."""
+    found = path.stat()
+    is_sticky = bool(found.st_mode & stat.S_ISVTX)
+    return found.st_uid not in (0, os.geteuid()) or (bool(found.st_mode & stat.S_IWOTH) and not is_sticky)
+
+
+def _is_of_kernels(name: str) -> bool:
+    return name.startswith("cpu-") and name.endswith((".so", _TEMPORARY))
 
 
 def _remove_stale(folder: int, now: float, *, prefix: str = "", suffix: str = "") -> None:
