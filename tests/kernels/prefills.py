@@ -26,11 +26,11 @@ class Prefill:
 
 
 def history_case(**fields: object) -> Case:
-    return Case("history", **({"group": 3, "end": 130} | fields))  # type: ignore[arg-type]
+    return Case("history", **({"group": 3, "end": 130, "kv_heads": 1} | fields))  # type: ignore[arg-type]
 
 
 PREFILLS = (
-    Prefill("plain", history_case(), 100),
+    Prefill("plain", history_case(kv_heads=2), 100),
     Prefill("one_fresh_token", history_case(), 1),
     Prefill("one_history_token", history_case(end=1), 63),
     Prefill("long_history", history_case(end=2500, batch=1, kv_heads=1), 33),
@@ -51,11 +51,11 @@ PREFILLS = (
     Prefill("softcap", history_case(), 20, softcap=1.5),
     Prefill("sinks", history_case(), 20, sinks=True),
     Prefill("sinks_window", history_case(), 40, sinks=True, window=10),
-    Prefill("softcap_window_sinks", history_case(), 40, softcap=1.5, sinks=True, window=50),
+    Prefill("softcap_window_sinks", history_case(kv_heads=2), 40, softcap=1.5, sinks=True, window=50),
     Prefill("bool", history_case(), 20, mask="bool"),
     Prefill("bool_few_queries", history_case(), 7, mask="bool"),
     Prefill("bool_not_causal", history_case(), 20, mask="bool", is_causal=False),
-    Prefill("bool_per_head", history_case(), 20, mask="bool_per_head"),
+    Prefill("bool_per_head", history_case(kv_heads=2), 20, mask="bool_per_head"),
     Prefill("bool_2d", history_case(), 20, mask="bool_2d"),
     Prefill("left_padding", history_case(), 20, mask="left_padding"),
     Prefill("left_padding_window", history_case(), 20, mask="left_padding", window=60),
@@ -74,7 +74,9 @@ PREFILLS = (
     Prefill("offsets_end_in_the_fresh_tokens_bias", history_case(end=16, offsets=(25, 0)), 40, mask="bias"),
     Prefill("offsets_few_queries_sinks", history_case(offsets=(64, 140)), 3, sinks=True, softcap=1.5),
     Prefill("offsets_bool", history_case(offsets=(64, 1), start=37), 20, mask="bool"),
-    Prefill("mask_and_nulls_and_window", history_case(nulls=((0, 0),)), 20, mask="bool", window=100),
+    Prefill(
+        "mask_and_nulls_and_window", history_case(kv_heads=2, nulls=((0, 0),)), 20, mask="bool", window=100
+    ),
 )
 
 

@@ -47,7 +47,7 @@ def test_prefill_without_the_cpu_flash_operator_is_the_same(
 
 @pytest.mark.parametrize("mask", [None, "bool"])
 def test_prefill_without_history_attends_the_fresh_tokens_alone(mask: str | None) -> None:
-    p = Prefill("fresh", history_case(end=1), 20, mask=mask)
+    p = Prefill("fresh", history_case(end=1, kv_heads=2), 20, mask=mask)
     _, _, arguments = prefill_answer(p, torch.float32)
     arguments["history_end"] = 0
     if mask is not None:
