@@ -56,7 +56,8 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     Args:
         config_or_model: The model, or its config. A model is better: its decoder may hold a config of its
             own.
-        block_size: Tokens per block; a power of two from 16 to 256.
+        block_size: Tokens per block; a power of two from 16 to 256. Layers with a short window have smaller
+            ones (`PagedCacheConfig.block_size_of`).
         kv_cache_dtype: How K and V are stored: `auto` in the model's dtype; `int8`, `fp8`, `k8v4`, `int4` in
             so many bits, read in place by the kernels; `int8_block` and `int4_group` as textbooks do it, to
             compare with; `adaptive` is `int4` for a prompt (the first forward) of at most
