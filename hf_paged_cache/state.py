@@ -180,6 +180,7 @@ class CacheState:
                 self.history.check_restart(call.input_ids)
             self._enter(call, start)
         noted, self._noted = self._noted, None  # of this forward alone, also if it is refused
+        before = self._step
         try:
             padding = self._padding_after(start, key_states, call, noted)
             if not self.batch:
@@ -187,7 +188,10 @@ class CacheState:
                 self.change(partial(self._groups.adapt, new_tokens))
             self.change(partial(self._begin, start, key_states, value_states, call, padding, is_read_only))
         except BaseException:
-            self.take_back_outside()
+            if self._step is before:
+                self.take_back_outside()
+            else:  # it is open: the interrupt came after the change
+                self.abort_step()
             raise
 
     def _begin(

@@ -14,6 +14,7 @@ import torch
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.kernels import dispatch
+from hf_paged_cache.state import CacheState
 from tests.interrupts import ACTS, Act, Interrupted, Scene, interrupting, short_of_memory
 from tests.models import shared_model
 from tests.quantised import cache_of, feed, ids
@@ -85,6 +86,32 @@ def test_a_pool_of_a_window_that_becomes_smaller_is_whole(kind: str) -> None:
         cache.reset()
         cache.check_integrity()
         assert cache.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_interrupt_just_after_a_step_was_opened_takes_it_back(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared_model("llama")
+    cache, control = cache_of(model, "auto"), cache_of(model, "auto")
+    for one in (cache, control):
+        feed(model, one, ids(20, 1))
+    change = CacheState.change
+
+    def interrupted(state: CacheState, make: Any, parts: Any = None) -> Any:
+        result = change(state, make, parts)
+        if getattr(make, "func", None) == state._begin:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheState, "change", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            feed(model, cache, ids(2, rows))
+    assert (cache.get_seq_length(), cache.stats().batch) == (20, 1)
+    cache.check_integrity()
+    for tokens in (2, 1):
+        assert torch.equal(feed(model, cache, ids(tokens, 1)), feed(model, control, ids(tokens, 1)))
 
 
 def test_a_drop_that_fails_while_tokens_are_moved_leaves_those_before(
