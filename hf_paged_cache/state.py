@@ -188,9 +188,10 @@ class CacheState:
                 self.change(partial(self._groups.adapt, new_tokens))
             self.change(partial(self._begin, start, key_states, value_states, call, padding, is_read_only))
         except BaseException:
+            self._groups.store.recover()
             if self._step is before:
                 self.take_back_outside()
-            else:  # it is open: the interrupt came after the change
+            else:  # it is open: an interrupt came after the change
                 self.abort_step()
             raise
 

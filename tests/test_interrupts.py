@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.kernels import dispatch
-from hf_paged_cache.state import CacheState
+from hf_paged_cache.store import Store
 from tests.interrupts import ACTS, Act, Interrupted, Scene, interrupting, short_of_memory
 from tests.models import shared_model
 from tests.quantised import cache_of, feed, ids
@@ -88,26 +90,36 @@ def test_a_pool_of_a_window_that_becomes_smaller_is_whole(kind: str) -> None:
         assert cache.stats().used_blocks == 0
 
 
+@contextlib.contextmanager
+def interrupting_change(name: str, statement: str) -> Iterator[None]:
+    """Raise in `Store.change` before a line of it, when it makes the change of that name."""
+    lines, first = inspect.getsourcelines(Store.change)
+    number = first + [line.strip() for line in lines].index(statement)
+
+    def in_change(frame: FrameType, event: str, argument: Any) -> Any:
+        made = getattr(frame.f_locals["make"], "func", None)
+        if frame.f_lineno == number and getattr(made, "__name__", "") == name:
+            sys.settrace(None)
+            raise Interrupted
+        return in_change
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: in_change if frame.f_code is Store.change.__code__ else None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-def test_an_interrupt_just_after_a_step_was_opened_takes_it_back(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("statement", ["self._undo = None", "return result"])
+def test_an_interrupt_as_a_step_has_just_been_opened_takes_it_back(statement: str, rows: int) -> None:
     model = shared_model("llama")
     cache, control = cache_of(model, "auto"), cache_of(model, "auto")
     for one in (cache, control):
         feed(model, one, ids(20, 1))
-    change = CacheState.change
-
-    def interrupted(state: CacheState, make: Any, parts: Any = None) -> Any:
-        result = change(state, make, parts)
-        if getattr(make, "func", None) == state._begin:
-            raise KeyboardInterrupt
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CacheState, "change", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            feed(model, cache, ids(2, rows))
+    with pytest.raises(Interrupted), interrupting_change("_begin", statement):
+        feed(model, cache, ids(2, rows))
     assert (cache.get_seq_length(), cache.stats().batch) == (20, 1)
     cache.check_integrity()
     for tokens in (2, 1):
