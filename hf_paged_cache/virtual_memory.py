@@ -227,15 +227,21 @@ def growing_memory(device: torch.device) -> GrowingMemory | None:
 
 def _driver(device: torch.device) -> Driver | None:
     """The driver of a device, if a tensor was seen to keep its content while its memory grew."""
-    with _lock:
-        if device not in _drivers:
-            _drivers[device] = None
-            if device.type == "cuda" and torch.version.hip is None:
-                try:
-                    _drivers[device] = checked(CudaDriver(device))
-                except Exception as error:  # no library, another version of it, memory of another kind
-                    logger.debug("pools on %s grow by copying: %s", device, error)
-        return _drivers[device]
+    if device not in _drivers:  # once that is decided, nobody waits for a lock
+        with _lock:
+            if device not in _drivers:
+                _drivers[device] = _checked_driver(device)
+    return _drivers[device]
+
+
+def _checked_driver(device: torch.device) -> Driver | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    try:
+        return checked(CudaDriver(device))
+    except Exception as error:  # no library, another version of it, memory of another kind
+        logger.debug("pools on %s grow by copying: %s", device, error)
+        return None
 
 
 def checked(driver: Driver) -> Driver:

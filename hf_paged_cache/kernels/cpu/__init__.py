@@ -60,6 +60,8 @@ class _Native:
 def _load() -> build.Library | str:
     """The loaded library, or the sentence that says why there is none. Decided once per process."""
     global _loaded
+    if _loaded is not None:  # once that is decided, nobody waits for a lock
+        return _loaded
     with _load_lock:
         if _loaded is None:
             try:
