@@ -469,9 +469,8 @@ class CacheState:
         """Take back the step in progress, in every layer."""
 
         def make() -> None:
-            if self._step is None:
-                return  # it was taken back with a change that opened it
-            self.padding = self._step.padding
+            if self._step is not None:
+                self.padding = self._step.padding
             if self.step_end > self.step_start:
                 self._crop_to(self.step_start)
             self._close_step(has_failed=True)
