@@ -453,12 +453,12 @@ class LayerGroups:
             capacity[group.window] = max(capacity[group.window], group.num_blocks)
         sizes = {window: self._config.block_size_of(window) for window in capacity}
         row_tokens = min(blocks // batch * sizes[window] for window, blocks in capacity.items())
-        row_tokens -= row_tokens % max(sizes.values())
         if new_tokens > row_tokens:
             raise self.no_static_room(new_tokens, row_tokens, batch)
-        capacity.update({window: batch * (row_tokens // size) for window, size in sizes.items()})
+        row_blocks = {window: -(-row_tokens // size) for window, size in sizes.items()}
+        capacity.update({window: batch * blocks for window, blocks in row_blocks.items()})
         for group in self.static:
-            group.resize(row_tokens // group.block_size, capacity[group.window])
+            group.resize(row_blocks[group.window], capacity[group.window])
 
     def _no_room(
         self, group: LayerGroup, batch: int, new_tokens: int, needed: int, free: int

@@ -54,6 +54,19 @@ def test_compiled_generation_gives_the_tokens_of_dynamic_cache(name: str, block_
     cache.check_integrity()
 
 
+def test_rows_with_blocks_of_two_sizes_hold_what_was_asked_for() -> None:
+    """65 tokens in each of two rows are 5 blocks of 16, and 2 of 64."""
+    model = model_of("gemma2")
+    cache, ids = static_cache(model, capacity=65, block_size=64), torch.randint(3, 90, (2, 65), device=DEVICE)
+    with torch.no_grad():
+        want, got = (
+            model(ids, **{cache_kwarg(): c}).logits for c in (DynamicCache(config=model.config), cache)
+        )
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert cache._state.row_capacity_tokens == 80
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_one_graph_serves_every_step_and_the_next_prompts_too(name: str) -> None:
     model, inputs = model_of(name), prompt()

@@ -125,3 +125,11 @@ def test_devices_without_such_a_driver_have_none(monkeypatch: pytest.MonkeyPatch
 
 def test_structures_are_laid_out_as_the_driver_reads_them() -> None:
     assert (ctypes.sizeof(virtual_memory._Properties), ctypes.sizeof(virtual_memory._Access)) == (32, 12)
+
+
+def test_what_is_decided_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt may have left it held."""
+    device = torch.device("cpu")
+    assert virtual_memory.growing_memory(device) is None
+    monkeypatch.setattr(virtual_memory, "_lock", None)  # an error for whoever wants it
+    assert virtual_memory.growing_memory(device) is None
