@@ -25,14 +25,13 @@ test-slow: $(VENV)/.ready
 
 # The contracts with transformers and Triton, on their oldest supported versions.
 test-oldest: $(OLDEST_VENV)/.ready
-	$(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" tests/test_contract.py tests/test_parity.py \
-		tests/test_activation.py tests/test_compile.py tests/test_compile_limits.py tests/test_masks.py \
-		tests/test_quantised_parity.py tests/test_quantised_cache.py tests/test_guard.py tests/kernels/test_triton.py \
-		tests/kernels/test_triton_quantised.py tests/test_contract_table.py tests/test_architectures.py \
-		tests/test_zoo_subset.py tests/test_padding.py tests/test_padded_positions.py tests/test_fork.py \
-		tests/planner tests/test_command.py tests/test_display.py tests/test_timeline.py \
-		$(wildcard tests/test_cases_*.py)
-	$(OLDEST_VENV)/bin/python -m hf_paged_cache.kernels.aot --targets sm_90
+	$(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" \
+		tests/host tests/attention tests/cases tests/cache/test_quantized_cache.py tests/cache/test_fork.py \
+		tests/store/test_key_guard.py tests/kernels/test_triton.py tests/kernels/test_triton_quantized.py \
+		tests/forward/test_left_padding.py tests/forward/test_positions.py tests/eval/test_zoo_subset.py \
+		tests/tools/test_planner.py tests/tools/test_plan_is_the_pool.py tests/tools/test_cli.py \
+		tests/tools/test_timeline.py tests/display/test_html.py
+	$(OLDEST_VENV)/bin/python -m dev.aot --targets sm_90
 
 # The C++ kernels under the sanitizers of addresses and of undefined behaviour, for each instruction set: minutes.
 sanitize: $(VENV)/.ready
@@ -45,7 +44,7 @@ check: $(VENV)/.ready
 
 # Compiles the GPU kernels for all architectures, which needs no GPU.
 aot: $(VENV)/.ready
-	$(BIN)/python -m hf_paged_cache.kernels.aot
+	$(BIN)/python -m dev.aot
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

@@ -11,7 +11,7 @@ from eval.caches import CacheEntry, Demand
 from eval.errors import UsageError
 from eval.measure import Measures, StepTimer, peak_memory
 from eval.models import LoadedModel
-from hf_paged_cache.compat import cache_argument
+from hf_paged_cache.host.compat import cache_argument
 
 _WARM_UP_TOKENS = 16
 

@@ -121,7 +121,7 @@ def _validated(values: Mapping[str, Any]) -> Settings:
     # Imported here because the registries hold code that takes Settings.
     from eval.caches import ALIASES, CACHES
     from eval.tasks import TASKS
-    from hf_paged_cache.planner.amounts import SHORT_DTYPES
+    from hf_paged_cache.tools.planner.amounts import SHORT_DTYPES
 
     caches = tuple(dict.fromkeys(ALIASES.get(name, name) for name in settings.caches))
     settings = dataclasses.replace(

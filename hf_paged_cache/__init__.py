@@ -14,11 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import activate as enable
-    from .attention import deactivate as disable
-    from .attention import paged_attention
-    from .cache import PagedCache
+    from .attention.paged_attention import activate as enable
+    from .attention.paged_attention import deactivate as disable
+    from .attention.paged_attention import paged_attention
+    from .cache.paged_cache import PagedCache
     from .config import PagedCacheConfig
+    from .display.stats import CacheStats, MemoryFootprint
     from .errors import (
         BackendUnavailable,
         CacheMismatchError,
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
         StaleViewError,
         UnsupportedLayerError,
     )
-    from .planner import plan_memory
-    from .profiler import profile_cache
-    from .stats import CacheStats, MemoryFootprint
-    from .timeline import MemoryTimeline
+    from .tools.planner import plan_memory
+    from .tools.profiler import profile_cache
+    from .tools.timeline import MemoryTimeline
 
 __version__ = "0.1.0"
 
@@ -55,16 +55,16 @@ __all__ = [
 
 # Loaded on first use: `hf_paged_cache.blocks` must import without torch.
 _HOME = {
-    "PagedCache": ("cache", "PagedCache"),
+    "PagedCache": ("cache.paged_cache", "PagedCache"),
     "PagedCacheConfig": ("config", "PagedCacheConfig"),
-    "CacheStats": ("stats", "CacheStats"),
-    "MemoryFootprint": ("stats", "MemoryFootprint"),
-    "enable": ("attention", "activate"),
-    "disable": ("attention", "deactivate"),
-    "paged_attention": ("attention", "paged_attention"),
-    "plan_memory": ("planner", "plan_memory"),
-    "profile_cache": ("profiler", "profile_cache"),
-    "MemoryTimeline": ("timeline", "MemoryTimeline"),
+    "CacheStats": ("display.stats", "CacheStats"),
+    "MemoryFootprint": ("display.stats", "MemoryFootprint"),
+    "enable": ("attention.paged_attention", "activate"),
+    "disable": ("attention.paged_attention", "deactivate"),
+    "paged_attention": ("attention.paged_attention", "paged_attention"),
+    "plan_memory": ("tools.planner", "plan_memory"),
+    "profile_cache": ("tools.profiler", "profile_cache"),
+    "MemoryTimeline": ("tools.timeline", "MemoryTimeline"),
 }
 
 
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hf_paged_cache' has no attribute {name!r}")
     if name in _HOME:
-        import_module(".host_version", __name__)  # an older host lacks names that are imported next
+        import_module(".host.version", __name__)  # an older host lacks names that are imported next
     module, attribute = _HOME.get(name, ("errors", name))
     return getattr(import_module(f".{module}", __name__), attribute)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_paged_cache.cli import main
+from .tools.cli import main
 
 if __name__ == "__main__":
     main()

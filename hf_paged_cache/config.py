@@ -54,7 +54,7 @@ class PagedCacheConfig:
         group_size: Channels of a group of `int4_group`; one number, or layer index -> number. It must divide
             the head dim.
         layer_dtypes: Layer index -> format, where it is not `kv_cache_dtype`.
-        residual_length: Newest tokens that quantised layers keep in the model's dtype, in whole blocks, the
+        residual_length: Newest tokens that quantized layers keep in the model's dtype, in whole blocks, the
             one being filled included. None: as few as the formats can do with.
         sink_tokens: First tokens of every row that they keep, in whole blocks. None: one block where K has 4
             bits, otherwise none.
@@ -201,3 +201,25 @@ def _names_layers(value: Any) -> bool:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer of a cache, as the model's config describes it.
+
+    The shapes are hints: they size pools and gather layers of one shape into one pool. What a layer really
+    stores is read from the first K and V it gets.
+
+    Attributes:
+        layer_type: The config's name for the layer's kind, e.g. `full_attention`.
+        window: Tokens a query sees, itself included (sliding and chunked attention), or None.
+        kv_heads: Heads of K and V, None if the config does not say.
+        head_dim: Width of one head, None if the config does not say.
+        is_paged: Whether its K and V lie in blocks; otherwise the layer is one of the host's own class.
+    """
+
+    layer_type: str
+    window: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    is_paged: bool = True

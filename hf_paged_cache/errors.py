@@ -7,7 +7,7 @@ Exception
 │       ├── CacheMismatchError     K/V, batch, dtype, device or model do not fit what the cache holds
 │       ├── StaleViewError         a view of K/V was read after the cache had moved on
 │       ├── UnstorableValueError   K or V has NaN, infinity or a magnitude that no scale can hold
-│       ├── QuantisationError      K of a layer loses more in its format than the guard allows
+│       ├── QuantizationError      K of a layer loses more in its format than the guard allows
 │       └── UnsupportedLayerError  a layer kind that cannot be stored
 └── RuntimeError
     ├── PoolExhausted              no block is left; nothing was written
@@ -43,10 +43,10 @@ class StaleViewError(PagedCacheError):
 
 
 class UnstorableValueError(PagedCacheError):
-    """K or V of a quantised layer has NaN, infinity, or a magnitude that no scale can hold."""
+    """K or V of a quantized layer has NaN, infinity, or a magnitude that no scale can hold."""
 
 
-class QuantisationError(PagedCacheError):
+class QuantizationError(PagedCacheError):
     """K of a layer loses more in its format than `key_error_guard="error"` allows."""
 
 

@@ -18,10 +18,10 @@ import torch
 from eval.bench.kernel_tests import select
 from hf_paged_cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES
-from hf_paged_cache.kernels import cpu
-from hf_paged_cache.kernels.cpu import build
-from tests.models import by_name, shared_model
-from tests.test_parity import MODES, _generate
+from hf_paged_cache.kernels import cpp
+from hf_paged_cache.kernels.cpp import build
+from tests.attention.test_parity import MODES, _generate
+from tests.support.models import by_name, shared_model
 
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 MODELS = (("llama", torch.float32), ("gpt-oss", torch.bfloat16))  # the latter has windows and sinks
@@ -62,9 +62,9 @@ def main() -> int:
 def check(isa: str) -> int:
     """Generate in every format and run the tests of one instruction set. Returns pytest's status."""
     del os.environ["LD_PRELOAD"]  # it is loaded; compilers need not have it
-    reason = cpu.unavailable_reason()
+    reason = cpp.unavailable_reason()
     assert reason is None, reason
-    assert cpu.isa() == isa
+    assert cpp.isa() == isa
     generated = 0
     for model_name, dtype in MODELS:
         model = shared_model(model_name, dtype=dtype)
@@ -84,7 +84,7 @@ def check(isa: str) -> int:
         pytest.main([*options, "tests/kernels/test_offsets.py", "-k", "cpu"]),
     ]
     if isa == next(name for name, needs in build._ISA_NEEDS.items() if needs <= build._cpu_flags()):
-        statuses.append(pytest.main([*options, "tests/test_interrupts.py", "-k", "not anywhere"]))
+        statuses.append(pytest.main([*options, "tests/forward/test_interrupts.py", "-k", "not anywhere"]))
     return max(int(status) for status in statuses)
 
 

@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_paged_cache import disable
-from tests.models import cache_kwarg, host_cache, paged_cache
+from tests.support.models import cache_kwarg, host_cache, paged_cache
 
 pytestmark = pytest.mark.slow
 

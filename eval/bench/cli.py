@@ -105,7 +105,7 @@ def _backend() -> tuple[str, str | None]:
     from transformers import LlamaConfig
 
     from hf_paged_cache import BackendUnavailable, PagedCache, PagedCacheError
-    from hf_paged_cache.kernels import cpu
+    from hf_paged_cache.kernels import cpp
 
     config = LlamaConfig(hidden_size=64, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
     try:
@@ -114,7 +114,7 @@ def _backend() -> tuple[str, str | None]:
         backend = str(cache.stats().backend)
     except (BackendUnavailable, PagedCacheError) as error:
         raise UsageError(str(error)) from error
-    return backend, cpu.isa() if backend == "cpp" else None
+    return backend, cpp.isa() if backend == "cpp" else None
 
 
 def main() -> None:

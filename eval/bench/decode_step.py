@@ -60,7 +60,7 @@ def run(context: Context) -> Result:
             f"{context.bandwidth[0].note}",
             "x: median over rounds of the quotient within a round. "
             "error: RMS ratio of the logits, Paged against Dynamic; of a format against a DynamicCache "
-            "with the K and V that the quantised cache gives back.",
+            "with the K and V that the quantized cache gives back.",
         ),
         time.perf_counter() - started_s,
     )
@@ -101,7 +101,7 @@ def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> l
 
 
 def _format_error(model: Any, name: str, cache: Any, token: torch.Tensor) -> float:
-    """Difference of the logits with a quantised cache and with its own K and V in full precision.
+    """Difference of the logits with a quantized cache and with its own K and V in full precision.
 
     Raises:
         WrongAnswer: it is too large.

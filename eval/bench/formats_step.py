@@ -69,7 +69,7 @@ def run(context: Context) -> Result:
             "Dynamic: DynamicCache in float32 (torch.cat and SDPA). Calls go round so many layers that the "
             f"smallest format's K and V are {4 * l3_bytes() >> 20} MiB. The last step of a turn attends so "
             "many tokens.",
-            f"stock: QuantizedCache in 4 bits with {STOCK}, {STOCK_LAYERS} layers; it quantises everything "
+            f"stock: QuantizedCache in 4 bits with {STOCK}, {STOCK_LAYERS} layers; it quantizes everything "
             "anew once in 128 tokens, which is not counted.",
             "x: median over rounds of the quotient within a round. GB/s: bytes of records and of blocks in "
             f"the model's dtype over the whole call; {reader.note}",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_paged_cache.kernels.cpu import build, library_folder
+from hf_paged_cache.kernels.cpp import build, library_folder
 
 _FOLDERS = ("hf_paged_cache", "tests")
 _FILES = (

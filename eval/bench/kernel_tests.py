@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 """The checkout that this file is in."""
 FOLDER = "tests/kernels"
 FILES = {
-    "cpp": ("test_cpp.py", "test_cpp_quantised.py", "test_prefill.py"),
-    "triton": ("test_triton.py", "test_triton_quantised.py"),
-    "torch": ("test_torch_blocks.py", "test_quantised.py", "test_prefill.py"),
-    "reference": ("test_reference.py", "test_quantised.py"),
+    "cpp": ("test_cpp.py", "test_cpp_quantized.py", "test_prefill.py"),
+    "triton": ("test_triton.py", "test_triton_quantized.py"),
+    "torch": ("test_torch_blocks.py", "test_quantized.py", "test_prefill.py"),
+    "reference": ("test_reference.py", "test_quantized.py"),
 }
 """Backend -> the files in `FOLDER` that guard what it computes; beside `cpp`, torch computes prompts."""
-NOT_IN_USE = {"torch": ("test_quantised and reference",), "reference": ("test_quantised and torch_blocks",)}
+NOT_IN_USE = {"torch": ("test_quantized and reference",), "reference": ("test_quantized and torch_blocks",)}
 """Backend -> tests in those files that are about another one."""
 ISAS = ("avx512", "avx2", "portable")
 _LAST_LINES = 3

@@ -14,7 +14,7 @@ import torch
 from eval import measure
 from eval.bench import workload
 from eval.bench.seed import SEED
-from hf_paged_cache.compat import cache_argument
+from hf_paged_cache.host.compat import cache_argument
 
 _WARM_UP_TOKENS = 64
 

@@ -112,7 +112,7 @@ def fastest(budget_s: float) -> tuple[Reader, list[Row]]:
 
 
 def _large_pages(tensor: torch.Tensor) -> torch.Tensor:
-    from hf_paged_cache.memory import advise_huge_pages
+    from hf_paged_cache.store.device.memory import advise_huge_pages
 
     # As the cache asks for its pools: the ceiling should not be held down by the page table.
     advise_huge_pages(tensor)

@@ -40,7 +40,7 @@ _BENCHES = (
     Bench("blocks", "bookkeeping of one block", blocks.run),
     Bench("bandwidth", "the machine's read bandwidth", bandwidth.run),
     Bench("attention", "one attention step of one layer", attention_step.run),
-    Bench("formats", "the same for quantised formats", formats_step.run),
+    Bench("formats", "the same for quantized formats", formats_step.run),
     Bench("decode", "whole decode steps of SmolLM2-135M", decode_step.run),
     Bench("sealing", "encoding a full block", sealing.run),
     Bench("prefill", "prompts of SmolLM2-135M", prefill.run),

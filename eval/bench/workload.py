@@ -13,7 +13,7 @@ from eval.bench.seed import SEED
 from eval.bench.timing import Contender
 from eval.errors import UsageError
 from eval.settings import Settings
-from hf_paged_cache.compat import cache_argument
+from hf_paged_cache.host.compat import cache_argument
 
 PROMPT_TOKENS = 512
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -110,7 +110,7 @@ def replay(cache: Any, model: Any, tokens: int) -> Any:
 def remove_last(cache: Any, tokens: int) -> None:
     """Crop; a `DynamicCache` is then put into the contiguous tensors that its next `torch.cat` would find.
 
-    A `QuantizedCache`, which cannot be cropped, loses tokens that it has not quantised yet.
+    A `QuantizedCache`, which cannot be cropped, loses tokens that it has not quantized yet.
     """
     layers: list[Any] = cache.layers
     if isinstance(cache, QuantizedCache):

@@ -8,8 +8,8 @@ import torch
 
 from eval.gpu.device import Device
 from hf_paged_cache.kernels import dispatch
-from hf_paged_cache.kernels.problem import Attention, LayerBlocks, RowLengths
-from hf_paged_cache.kv_pool import PoolShape, allocate_dense
+from hf_paged_cache.kernels.call import Attention, LayerBlocks, RowLengths
+from hf_paged_cache.store.pool import PoolShape, allocate_dense
 
 BLOCK_SIZE = 64
 

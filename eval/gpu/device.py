@@ -85,14 +85,14 @@ class Device:
     @contextlib.contextmanager
     def compiles(self) -> Iterator[None]:
         """Inside, a `PagedCache` that is asked to be compileable is so on this device."""
-        from hf_paged_cache import static
+        from hf_paged_cache.store import static_group
 
-        before = static.DEVICES
-        static.DEVICES = before | {self.torch_device.type}
+        before = static_group.DEVICES
+        static_group.DEVICES = before | {self.torch_device.type}
         try:
             yield
         finally:
-            static.DEVICES = before
+            static_group.DEVICES = before
 
     def compile_options(self) -> dict[str, Any]:
         """Arguments of `generate` with which it compiles the decode step here as on a GPU."""

@@ -1,4 +1,4 @@
-"""Section a, continued: the kernels of quantised blocks, every one of them in every format.
+"""Section a, continued: the kernels of quantized blocks, every one of them in every format.
 
 Attention is asked as `generate` asks: with lengths on the device and a mask. Answers are held to what the
 records say, and records to those that plain torch writes.
@@ -17,10 +17,10 @@ from eval.gpu.device import Device
 from eval.gpu.items import Item, Record
 from eval.gpu.kernels import dtype_name, relative_error
 from eval.gpu.settings import Settings
-from eval.gpu.shared_cases import ROOM_FOR_THE_DRAW, attention_cases, quantised_cases
+from eval.gpu.shared_cases import ROOM_FOR_THE_DRAW, attention_cases, quantized_cases
 from hf_paged_cache.formats import FORMATS
 from hf_paged_cache.kernels import dispatch, reference
-from hf_paged_cache.kernels.problem import LayerBlocks, RowLengths, dense_entry
+from hf_paged_cache.kernels.call import LayerBlocks, RowLengths, dense_entry
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE: dict[str, Any] = {"kv_heads": 2, "group": 3, "head_dim": 64}
@@ -85,10 +85,10 @@ def _attend(
     record: Record,
     device: Device,
 ) -> None:
-    shared = quantised_cases()
+    shared = quantized_cases()
     case = attention_cases().Case(name, **options)
     form = shared.form_of(name, case)
-    problem = shared.build_quantised(case, form, dtype, dense="edges" if has_dense else None, seed=seed)
+    problem = shared.build_quantized(case, form, dtype, dense="edges" if has_dense else None, seed=seed)
     blocks = _on(problem.blocks, device)
     lengths = torch.full((case.batch,), case.end, dtype=torch.int32, device=device.torch_device)
     blocks.lengths = RowLengths(case.end, lengths)
@@ -107,7 +107,7 @@ def _store(
 ) -> None:
     """Two rows written token by token or in whole blocks, then their first blocks sealed."""
     case = attention_cases().Case("store", **options)
-    form = quantised_cases().form_of(name, case)
+    form = quantized_cases().form_of(name, case)
     generator = torch.Generator().manual_seed(seed)
     tokens = case.block_size * COLUMNS
     keys, values = (

@@ -17,7 +17,7 @@ from eval.gpu.items import Item, Record, Skip
 from eval.gpu.settings import Settings
 from eval.gpu.shared_cases import attention_cases, tolerance
 from hf_paged_cache.kernels import dispatch, reference
-from hf_paged_cache.kernels.problem import LayerBlocks
+from hf_paged_cache.kernels.call import LayerBlocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DRY_RUN_CASES = (

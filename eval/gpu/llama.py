@@ -105,7 +105,7 @@ def fill(cache: Any, model: Any, batch: int, tokens: int, device: Device, seed: 
 
 
 def _quantized(model: Any) -> Any:
-    """The host's own quantised cache with whichever of its two libraries is installed."""
+    """The host's own quantized cache with whichever of its two libraries is installed."""
     from transformers import QuantizedCache
 
     reasons: list[str] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_paged_cache.kernels.problem import NULL_BLOCK, Attention, LayerBlocks
+from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
 
 
 def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:

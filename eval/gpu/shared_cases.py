@@ -19,9 +19,9 @@ def attention_cases() -> Any:
     return importlib.import_module("tests.kernels.cases")
 
 
-def quantised_cases() -> Any:
-    """`tests.kernels.quantised`: `build_quantised`, `form_of`, tolerances."""
-    return importlib.import_module("tests.kernels.quantised")
+def quantized_cases() -> Any:
+    """`tests.kernels.quantized`: `build_quantized`, `form_of`, tolerances."""
+    return importlib.import_module("tests.kernels.quantized")
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -31,8 +31,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def models() -> Any:
-    """`tests.models`: `by_name`, `cache_kwarg`, tiny models of each family."""
-    return importlib.import_module("tests.models")
+    """`tests.support.models`: `by_name`, `cache_kwarg`, tiny models of each family."""
+    return importlib.import_module("tests.support.models")
 
 
 def prefill_cases() -> Any:

@@ -27,7 +27,7 @@ from eval.quality import offset
 from eval.quality.schemes import Scheme
 from eval.quality.score import Score, log_probabilities
 from eval.quality.storage import Storage
-from hf_paged_cache.compat import cache_argument
+from hf_paged_cache.host.compat import cache_argument
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_paged_cache.plain import plain_tensors
+from hf_paged_cache.host.plain_tensors import plain_tensors
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Storage:
     """Bytes of K and V after a run, and how many numbers they stand for.
 
     Attributes:
-        stored_bytes: of tokens in the cache's format for good: sealed records, or a stock cache's quantised
+        stored_bytes: of tokens in the cache's format for good: sealed records, or a stock cache's quantized
             part, with their scales.
         stored_values: numbers of K and V in them.
         all_bytes: those and what is kept in the model's dtype (sink, open block, residual).
@@ -65,7 +65,7 @@ def of_dynamic(cache: Any) -> Storage:
 
 
 def of_quantized(cache: Any, values_per_token: int, rows: int) -> Storage:
-    """A `QuantizedCache`: its quantised part, and the residual in the model's dtype.
+    """A `QuantizedCache`: its quantized part, and the residual in the model's dtype.
 
     Args:
         cache: with any backend.

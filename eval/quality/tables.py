@@ -23,7 +23,7 @@ COLUMNS = (
 _NOTES = (
     "KL: mean over tokens of KL(full precision || scheme); full precision: DynamicCache. "
     "top-1: tokens with the same most likely successor. x full: perplexity over that of full precision.",
-    "bits: bytes of sealed records (or of a stock cache's quantised part), scales included, per value in "
+    "bits: bytes of sealed records (or of a stock cache's quantized part), scales included, per value in "
     "them. bits, all: of all that is held at the end, with what is kept in the model's dtype.",
 )
 
@@ -53,7 +53,7 @@ def _more_notes(comparison: Comparison, protocol: Protocol) -> tuple[str, ...]:
     titles = [outcome.scheme for outcome in comparison.outcomes if outcome.scheme.name.startswith("stock")]
     stock = tuple(
         f"{scheme.name}: {scheme.title}, otherwise its defaults: groups of 64, and up to 128 of the newest "
-        "tokens as they are; everything is quantised anew whenever those are full."
+        "tokens as they are; everything is quantized anew whenever those are full."
         for scheme in titles
     )
     sizes = "block and group sizes are compared without the guard, so that all layers are alike"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
-from hf_paged_cache.blocks.dense import DenseBlocks, Moves, slots_per_row
-from hf_paged_cache.blocks.free_queue import FreeQueue
-from hf_paged_cache.blocks.manager import BlockManager
-from hf_paged_cache.blocks.overview import KINDS, BlockCounters, BlockRun
-from hf_paged_cache.blocks.pool import BlockPool
-from hf_paged_cache.blocks.reservation import Reservation
-from hf_paged_cache.blocks.table import BlockTable
+from .block import NULL_BLOCK, BlockState
+from .dense import DenseBlocks, Moves, slots_per_row
+from .free_queue import FreeQueue
+from .manager import BlockManager
+from .overview import KINDS, BlockCounters, BlockRun
+from .pool import BlockPool
+from .reservation import Reservation
+from .table import BlockTable
 
 __all__ = [
     "KINDS",

@@ -1,14 +1,14 @@
-"""Which blocks of quantised layers are kept in the model's own dtype, and in which slots of the pools."""
+"""Which blocks of quantized layers are kept in the model's own dtype, and in which slots of the pools."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from hf_paged_cache.blocks.block import NULL_BLOCK
-from hf_paged_cache.blocks.manager import BlockManager
-from hf_paged_cache.blocks.reservation import Reservation
-from hf_paged_cache.blocks.table import BlockTable
+from .block import NULL_BLOCK
+from .manager import BlockManager
+from .reservation import Reservation
+from .table import BlockTable
 
 
 def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:

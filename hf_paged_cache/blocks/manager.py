@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
-from hf_paged_cache.blocks.pool import BlockPool
-from hf_paged_cache.blocks.reservation import Plan, Reservation, RowPlan
-from hf_paged_cache.blocks.table import BlockTable
 from hf_paged_cache.errors import PagedCacheError
+
+from .block import NULL_BLOCK, BlockState
+from .pool import BlockPool
+from .reservation import Plan, Reservation, RowPlan
+from .table import BlockTable
 
 
 class SavedRows(NamedTuple):

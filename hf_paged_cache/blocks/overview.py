@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_paged_cache.blocks.block import BlockState
+from .block import BlockState
 
 SHARED = "shared"
 KINDS = ("free", "open", "sealed", SHARED, "cached", "pending")

@@ -6,10 +6,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from hf_paged_cache.blocks.block import NULL_BLOCK, BlockState
-from hf_paged_cache.blocks.free_queue import FreeQueue
-from hf_paged_cache.blocks.overview import BlockCounters, BlockRun
 from hf_paged_cache.errors import PagedCacheError
+
+from .block import NULL_BLOCK, BlockState
+from .free_queue import FreeQueue
+from .overview import BlockCounters, BlockRun
 
 # Plain ints beside the enum: its members cost an attribute look-up for every block of every call.
 _FREE, _OPEN, _SEALED, _CACHED, _PENDING = (int(state) for state in BlockState)

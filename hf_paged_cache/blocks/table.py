@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_paged_cache.blocks.block import NULL_BLOCK
 from hf_paged_cache.errors import PagedCacheError
+
+from .block import NULL_BLOCK
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class BlockTable:
         offset: Columns of the batch before the sequence begins.
         num_dropped: Leading blocks known to be NULL: `drop_before` need not look at them again.
         num_sealed: Leading blocks that need no look when full blocks are sealed.
-        dense: Logical blocks, in order, that quantised layers keep in the model's dtype; see `DenseBlocks`.
+        dense: Logical blocks, in order, that quantized layers keep in the model's dtype; see `DenseBlocks`.
     """
 
     block_size: int

@@ -16,12 +16,12 @@ from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 
-from hf_paged_cache.autocast import without_autocast
 from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
 from hf_paged_cache.formats import RecordFormat
 
-from .parts import Part
-from .problem import Attention, LayerBlocks
+from .autocast import without_autocast
+from .call import Attention, LayerBlocks
+from .torch.partial_softmax import Part
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -126,9 +126,9 @@ class _Entry:
 
 # A kernel for another device is one more row, above those it is faster than.
 _BACKENDS: dict[str, _Entry] = {
-    "cpp": _Entry(".cpu", frozenset({"cpu"})),
-    "triton": _Entry(".gpu", frozenset({"cuda"}), when_forced=frozenset({"cpu"})),
-    "torch": _Entry(".torch_blocks"),
+    "cpp": _Entry(".cpp", frozenset({"cpu"})),
+    "triton": _Entry(".triton", frozenset({"cuda"}), when_forced=frozenset({"cpu"})),
+    "torch": _Entry(".torch.torch_kernels"),
     "reference": _Entry(".reference"),
 }
 
@@ -155,7 +155,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         start: Column of the first new token.
 
     Raises:
-        UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
+        UnstorableValueError: A quantized layer got NaN, infinity, or a magnitude above
             `formats.LARGEST_VALUE`. Nothing was written.
         BackendUnavailable: The backend forced by `HF_PAGED_CACHE_BACKEND` cannot serve these blocks.
         PagedCacheError: `HF_PAGED_CACHE_BACKEND` names no backend.
@@ -201,7 +201,8 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     Returns:
         Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, contiguous copies.
     """
-    from . import reference, torch_blocks
+    from . import reference
+    from .torch import torch_kernels
 
     # Copying is all that it is, so one version in torch serves every backend but the reference.
     with without_autocast(blocks.keys):
@@ -212,7 +213,7 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
             if hasattr(backend, "gather"):
                 keys, values = backend.gather(blocks, start, end)
                 return keys, values
-        return torch_blocks.gather(blocks, start, end)
+        return torch_kernels.gather(blocks, start, end)
 
 
 def encode_blocks(
@@ -254,7 +255,7 @@ def decode_blocks(
 
 
 def _pool_backend(keys: torch.Tensor, form: RecordFormat) -> Backend:
-    """The backend that serves the layers of a quantised pool."""
+    """The backend that serves the layers of a quantized pool."""
     table = torch.empty(1, 1, dtype=torch.int32, device=keys.device)
     kv_heads = keys.shape[2]
     records = torch.empty(1, kv_heads, form.nbytes, dtype=torch.uint8, device=keys.device)

@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from . import dispatch, parts, torch_blocks
-from .masking import accumulate_dtype, additive, all_over, both, causal_visible, read_mask
-from .parts import Part
-from .problem import Attention, LayerBlocks
+from . import dispatch
+from .call import Attention, LayerBlocks
+from .torch import partial_softmax, torch_kernels
+from .torch.masking import accumulate_dtype, additive, all_over, both, causal_visible, read_mask
+from .torch.partial_softmax import Part
 
 CHUNK_TOKENS = 2048
 """Stored tokens that are dense at one time."""
@@ -84,12 +85,12 @@ def attend_with_history(
         part = kernels.attend_fresh(a, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
         if history:
             part = kernels.attend_history(blocks, a, old_visible, old_bias).merge(part)
-        return torch_blocks.with_sinks(part, sinks, read.taken).tokens_first(dtype)
-    grouped = parts.split_heads(read.query.contiguous(), blocks.keys.shape[1])
+        return torch_kernels.with_sinks(part, sinks, read.taken).tokens_first(dtype)
+    grouped = partial_softmax.split_heads(read.query.contiguous(), blocks.keys.shape[1])
     part = _attend_fresh(a, grouped, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
     if history:
         part = _attend_history(blocks, a, read.query, grouped, old_visible, old_bias).merge(part)
-    return torch_blocks.with_sinks(part, sinks, read.taken).tokens_first(dtype)
+    return torch_kernels.with_sinks(part, sinks, read.taken).tokens_first(dtype)
 
 
 def _attend_history(
@@ -107,8 +108,10 @@ def _attend_history(
         question = replace(a, query=query, mask=mask)
         out, lse = dispatch.decode(blocks, question, return_lse=True)
         heads = blocks.keys.shape[1]
-        return Part(parts.split_heads(out.transpose(1, 2), heads), parts.split_heads(lse, heads))
-    return torch_blocks.attend_blocks(
+        return Part(
+            partial_softmax.split_heads(out.transpose(1, 2), heads), partial_softmax.split_heads(lse, heads)
+        )
+    return torch_kernels.attend_blocks(
         blocks, a, grouped, visible, bias, chunk_tokens=_chunk_tokens(a), read=dispatch.gather
     )
 
@@ -159,7 +162,7 @@ def _attend_strip(
     """Attention of the fresh queries `[start, end)`; `visible`, where there is one, says causality too."""
 
     def attend(first: int, last: int, causal: bool) -> Part:
-        return parts.attend(
+        return partial_softmax.attend(
             query[..., start:end, :],
             keys[:, :, first:last],
             values[:, :, first:last],
@@ -186,17 +189,17 @@ def _window_of(x: torch.Tensor | None, start: int, end: int, first: int, last: i
 def _strips(a: Attention) -> Iterator[tuple[int, int]]:
     batch, q_heads, q_tokens, _ = a.query.shape
     strip_tokens = STRIP_TOKENS
-    if not parts.has_flash(a.query, a.softcap):
-        fitting = torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4)
+    if not partial_softmax.has_flash(a.query, a.softcap):
+        fitting = torch_kernels.SCORE_BYTES // (batch * q_heads * q_tokens * 4)
         strip_tokens = max(16, min(strip_tokens, fitting))
     for start in range(0, q_tokens, strip_tokens):
         yield start, min(start + strip_tokens, q_tokens)
 
 
 def _chunk_tokens(a: Attention) -> int:
-    if parts.has_flash(a.query, a.softcap):
+    if partial_softmax.has_flash(a.query, a.softcap):
         return CHUNK_TOKENS
     batch, q_heads, q_tokens, _ = a.query.shape
     # Below 256 tokens, merging chunks would cost as much as attending them.
-    fitting = torch_blocks.SCORE_BYTES // (batch * q_heads * q_tokens * 4)
+    fitting = torch_kernels.SCORE_BYTES // (batch * q_heads * q_tokens * 4)
     return min(CHUNK_TOKENS, max(256, fitting))

@@ -10,7 +10,7 @@ import torch
 from hf_paged_cache.errors import UnstorableValueError
 from hf_paged_cache.formats import LARGEST_VALUE, RecordFormat
 
-from .problem import NULL_BLOCK, Attention, LayerBlocks, dense_entry
+from .call import NULL_BLOCK, Attention, LayerBlocks, dense_entry
 
 ACCUMULATE_DTYPE = torch.float32
 """What sums are kept in. Tests set float64; float64 queries are always summed in float64."""
@@ -39,7 +39,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         start: Column of the first new token.
 
     Raises:
-        UnstorableValueError: A quantised layer got NaN, infinity, or a magnitude above
+        UnstorableValueError: A quantized layer got NaN, infinity, or a magnitude above
             `formats.LARGEST_VALUE`. Nothing was written.
     """
     batch, _, tokens, _ = key_states.shape
@@ -88,7 +88,7 @@ def check_storable(
 def unstorable(name: str) -> UnstorableValueError:
     """The error for K or V, by name."""
     return UnstorableValueError(
-        f"{name} has a NaN, an infinity or a magnitude above {LARGEST_VALUE:g}, for which a quantised block "
+        f"{name} has a NaN, an infinity or a magnitude above {LARGEST_VALUE:g}, for which a quantized block "
         "has no scale"
     )
 

@@ -1,4 +1,4 @@
-"""The benches of quantised formats, on tiny shapes."""
+"""The benches of quantized formats, on tiny shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from eval.bench.results import Row, WrongAnswer
 from eval.bench.timing import STEPS, Timings
 from eval.caches import CacheUnavailable
 from hf_paged_cache import PagedCache
-from hf_paged_cache.kv_pool import KVPool
+from hf_paged_cache.store.pool import KVPool
 from tests.eval.test_bench import tiny_llama
 
 TINY = Shape("tiny", 4, 2, 16)
@@ -144,7 +144,7 @@ def test_smaller_contenders_go_round_more_layers() -> None:
     assert case.layers > Case(shape, 1, torch.float32, 2048).layers
 
 
-def test_tokens_that_a_stock_cache_has_not_quantised_are_taken_back() -> None:
+def test_tokens_that_a_stock_cache_has_not_quantized_are_taken_back() -> None:
     cache = half_cache(1)
     states = torch.randn(1, 2, 10, 16)
     cache.update(states, states, 0)
@@ -253,7 +253,7 @@ def test_bytes_are_counted_with_scales_and_with_blocks_in_the_dtype_of_the_model
     assert [bound.limit for bound in row.bounds] == {"auto": [], "int8": [0.27], "int4": [0.16]}[name]
 
 
-def test_the_memory_of_a_quantised_generate_is_measured_with_its_own_bytes(
+def test_the_memory_of_a_quantized_generate_is_measured_with_its_own_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(workload, "load_model", lambda dtype: (tiny_llama(), "tiny"))

@@ -35,7 +35,7 @@ def project(tmp_path: Path) -> Path:
     (root / "hf_paged_cache").mkdir()
     (root / "hf_paged_cache/kernel.cpp").write_text("int answer = 42;\n")
     (root / "tests/kernels/test_reference.py").write_text(GREEN)
-    (root / "tests/kernels/test_quantised.py").write_text(GREEN)
+    (root / "tests/kernels/test_quantized.py").write_text(GREEN)
     return root
 
 
@@ -50,7 +50,7 @@ def test_green_tests_are_counted_and_followed(project: Path) -> None:
     said: list[str] = []
     outcome = ask(project, progress=said.append)
     assert (outcome.passed, outcome.skipped, outcome.from_earlier_run) == (4, 0, False)
-    assert outcome.files == ["tests/kernels/test_reference.py", "tests/kernels/test_quantised.py"]
+    assert outcome.files == ["tests/kernels/test_reference.py", "tests/kernels/test_quantized.py"]
     assert said[0] == "kernel tests (reference): 0 of 4"
     assert said[-1] == "kernel tests (reference): 4 of 4"
 
@@ -58,13 +58,13 @@ def test_green_tests_are_counted_and_followed(project: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (RED, r"^tests/kernels/test_quantised\.py::test_sum fails; see it with \(in .*\): python -m pytest "),
-        ("import no_such_module\n", r"^tests/kernels/test_quantised\.py fails; see it with"),
-        ("def test_broken(:\n", r"^tests/kernels/test_quantised\.py fails; see it with"),
+        (RED, r"^tests/kernels/test_quantized\.py::test_sum fails; see it with \(in .*\): python -m pytest "),
+        ("import no_such_module\n", r"^tests/kernels/test_quantized\.py fails; see it with"),
+        ("def test_broken(:\n", r"^tests/kernels/test_quantized\.py fails; see it with"),
         (
             "import pytest\n\n\n@pytest.fixture\ndef gone():\n    yield\n    raise OSError\n\n\n"
             "def test_end(gone):\n    pass\n",
-            r"^tests/kernels/test_quantised\.py::test_end fails",
+            r"^tests/kernels/test_quantized\.py::test_end fails",
         ),
         ("import os\n\n\ndef test_crash():\n    os._exit(7)\n", r"pytest ended with status 7"),
     ],
@@ -73,7 +73,7 @@ def test_green_tests_are_counted_and_followed(project: Path) -> None:
 def test_red_tests_are_refused_by_name_and_noted_nowhere(
     project: Path, own_cache: Path, content: str, message: str
 ) -> None:
-    (project / "tests/kernels/test_quantised.py").write_text(content)
+    (project / "tests/kernels/test_quantized.py").write_text(content)
     with pytest.raises(NotGreen, match=message) as caught:
         ask(project)
     assert "\n" not in str(caught.value)
@@ -81,11 +81,11 @@ def test_red_tests_are_refused_by_name_and_noted_nowhere(
 
 
 def test_no_test_that_ran_is_as_bad_as_a_red_one(project: Path, own_cache: Path) -> None:
-    for name in ("test_reference.py", "test_quantised.py"):
+    for name in ("test_reference.py", "test_quantized.py"):
         (project / "tests/kernels" / name).write_text(SKIPPED)
     with pytest.raises(NotGreen, match=r"no kernel test of backend 'reference' ran \(2 skipped\)"):
         ask(project)
-    for name in ("test_reference.py", "test_quantised.py"):
+    for name in ("test_reference.py", "test_quantized.py"):
         (project / "tests/kernels" / name).write_text("")
     with pytest.raises(NotGreen, match=r"no kernel test of backend 'reference' ran \(0 skipped\)"):
         ask(project)
@@ -93,8 +93,8 @@ def test_no_test_that_ran_is_as_bad_as_a_red_one(project: Path, own_cache: Path)
 
 
 def test_a_file_of_tests_that_is_missing_is_not_passed_over(project: Path) -> None:
-    (project / "tests/kernels/test_quantised.py").unlink()
-    with pytest.raises(NotGreen, match=r"pytest ended with status 4 \(.*test_quantised\.py"):
+    (project / "tests/kernels/test_quantized.py").unlink()
+    with pytest.raises(NotGreen, match=r"pytest ended with status 4 \(.*test_quantized\.py"):
         ask(project)
 
 
@@ -228,7 +228,7 @@ def test_where_nothing_can_be_written_the_tests_run_each_time(
 def test_a_full_run_serves_a_quick_one_and_not_the_other_way_round(
     project: Path, runs: list[kernel_tests.Selection]
 ) -> None:
-    assert ask(project, quick=True).left_out == ["test_quantised and torch_blocks"]
+    assert ask(project, quick=True).left_out == ["test_quantized and torch_blocks"]
     assert not ask(project).from_earlier_run
     change(project, "hf_paged_cache/kernel.cpp", "")
     ask(project)
@@ -258,7 +258,7 @@ def test_a_quick_run_leaves_out_instruction_sets_that_are_not_in_use() -> None:
 
 
 def test_the_instruction_sets_are_those_that_kernels_are_compiled_for() -> None:
-    from hf_paged_cache.kernels.cpu import build
+    from hf_paged_cache.kernels.cpp import build
 
     assert tuple(build._ISA_NEEDS) == kernel_tests.ISAS
 

@@ -11,8 +11,8 @@ from eval.errors import UsageError
 from eval.settings import Settings, resolve
 from eval.tasks import TASKS
 from hf_paged_cache import PagedCache
-from tests.chats import fill, prompt
-from tests.models import shared_model
+from tests.support.chats import fill, prompt
+from tests.support.models import shared_model
 
 
 def _config(tmp_path: Path, text: str) -> Path:

@@ -19,8 +19,7 @@ from eval.models import LoadedModel
 from eval.settings import Settings
 from eval.tasks import TASKS, fidelity, latency, perplexity, retrieval, texts
 from eval.tasks.base import Answer, Outcome, Unit
-
-from .conftest import HEAD_DIM, KV_HEADS, LAYERS, tiny_model, tiny_tokenizer
+from tests.eval.conftest import HEAD_DIM, KV_HEADS, LAYERS, tiny_model, tiny_tokenizer
 
 SETTINGS = Settings(limit=3, batch_size=2, max_new_tokens=5)
 TEXT_TASKS = [TASKS["summarization"], TASKS["translation"]]
@@ -53,7 +52,7 @@ def _small_tasks(monkeypatch: pytest.MonkeyPatch, few_texts: data_source.Source)
 
 @pytest.fixture
 def broad() -> LoadedModel:
-    """Heads of 64, which every quantised cache can group."""
+    """Heads of 64, which every quantized cache can group."""
     torch.manual_seed(1)
     tokenizer = tiny_tokenizer()
     config = LlamaConfig(

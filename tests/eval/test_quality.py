@@ -19,7 +19,7 @@ from eval.quality.protocol import Comparison
 from eval.quality.schemes import SCHEMES, Scheme
 from eval.quality.score import Score, log_probabilities
 from tests.eval.conftest import tiny_tokenizer
-from tests.models import VOCAB, shared_model
+from tests.support.models import VOCAB, shared_model
 
 ROWS, TOKENS, CHUNK = 2, 200, 16
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 64
@@ -112,9 +112,9 @@ def test_the_offset_is_in_what_is_stored_and_in_what_attends(name: str) -> None:
 
 
 def test_layers_that_the_guard_moves_are_reported(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged_cache import guard
+    from hf_paged_cache.store import key_guard
 
-    monkeypatch.setattr(guard, "KEY_ERROR_BOUND", 0.0)
+    monkeypatch.setattr(key_guard, "KEY_ERROR_BOUND", 0.0)
     (outcome,) = compare(ids, "int4").outcomes
     assert outcome.moved == dict.fromkeys(range(LAYERS), "k8v4")
 
@@ -204,7 +204,7 @@ class ByteLayer(QuantizedLayer):  # type: ignore[misc, no-untyped-call]
         return codes.float() * meta["scale"]
 
 
-def test_a_stock_cache_takes_chunks_and_its_quantised_part_is_counted_apart(ids: torch.Tensor) -> None:
+def test_a_stock_cache_takes_chunks_and_its_quantized_part_is_counted_apart(ids: torch.Tensor) -> None:
     def create(model: Any) -> Any:
         return Cache(layers=[ByteLayer(residual_length=128) for _ in range(LAYERS)])
 
@@ -216,7 +216,7 @@ def test_a_stock_cache_takes_chunks_and_its_quantised_part_is_counted_apart(ids:
     counted = outcome.storage
     assert outcome.problem is None
     assert counted is not None
-    # 16 tokens are quantised at once, then all 144 when 128 wait; 56 wait at the end.
+    # 16 tokens are quantized at once, then all 144 when 128 wait; 56 wait at the end.
     values = IN_EVERY_BLOCK * 2 * HEAD_DIM
     assert counted.stored_values == 144 * values
     assert counted.stored_bytes == 144 * values + LAYERS * 2 * 4

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_paged_cache.kernels.problem import NULL_BLOCK, Attention, LayerBlocks
+from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -20,10 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from hf_paged_cache import PagedCache, tables
-from hf_paged_cache.kernels import gpu
-from hf_paged_cache.kernels.gpu import question
-from tests.models import by_name, cache_kwarg
+from hf_paged_cache import PagedCache
+from hf_paged_cache.kernels import triton
+from hf_paged_cache.kernels.triton import question
+from hf_paged_cache.store.device import tables
+from tests.support.models import by_name, cache_kwarg
 
 DEVICE = SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -53,7 +54,7 @@ def steps_of(kv_cache_dtype: str, prompt: int, new: int) -> dict[int, list[str]]
 
     driver.set_active(DEVICE)
     JITFunction._do_compile = compiled
-    gpu.unsupported_reason = lambda blocks: None
+    triton.unsupported_reason = lambda blocks: None
     question.Question.answers = answers
     tables.DeviceTables._has_lengths = lambda self, device: True  # as on a GPU
     model = by_name("llama").build()

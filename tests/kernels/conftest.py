@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_paged_cache.kernels import cpu
-from hf_paged_cache.kernels.cpu import build
+from hf_paged_cache.kernels import cpp
+from hf_paged_cache.kernels.cpp import build
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A process that has loaded nothing yet, with an empty folder of compiled kernels."""
-    monkeypatch.setattr(cpu, "_loaded", None)
+    monkeypatch.setattr(cpp, "_loaded", None)
     monkeypatch.setenv("HF_PAGED_CACHE_CPU_ISA", "portable")
     folder = tmp_path / "kernels"
     folder.mkdir()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_paged_cache.kernels.call import LayerBlocks
 from hf_paged_cache.kernels.prefill import attend_with_history
-from hf_paged_cache.kernels.problem import LayerBlocks
 from tests.kernels.cases import Case, build, dense_answer
 
 

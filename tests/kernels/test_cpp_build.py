@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_paged_cache.kernels import cpu
-from hf_paged_cache.kernels.cpu import build
+from hf_paged_cache.kernels import cpp
+from hf_paged_cache.kernels.cpp import build
 
 PROGRAM = """
 import torch
@@ -26,7 +26,7 @@ print(cpu.isa(), len(mapped))
 """
 
 needs_compiler = pytest.mark.skipif(
-    cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())
+    cpp.unavailable_reason() is not None, reason=str(cpp.unavailable_reason())
 )
 
 
@@ -83,11 +83,11 @@ def test_why_there_is_no_kernel_is_said_in_a_sentence(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    reason = cpu.unavailable_reason()
+    reason = cpp.unavailable_reason()
     assert reason is not None
     assert [word for word in words if word not in reason] == [], reason
     assert reason.endswith((".", ":")) or "status" in reason
-    assert cpu.unavailable_reason() == reason
+    assert cpp.unavailable_reason() == reason
     assert list(fresh.iterdir()) == []
 
 
@@ -108,7 +108,7 @@ def test_a_compiler_that_does_not_compile_is_quoted_and_leaves_nothing(
 ) -> None:
     script, words = SCRIPTS[name]
     compiler_script(script)
-    reason = cpu.unavailable_reason()
+    reason = cpp.unavailable_reason()
     assert reason is not None
     assert [word for word in words if word not in reason] == [], reason
     assert [*fresh.iterdir(), *temporary.iterdir()] == []
@@ -120,7 +120,7 @@ def test_a_library_without_a_function_of_the_kernel_is_neither_used_nor_kept(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_EXPORTS", ("answer", "paged_decode"))
-    assert "no function paged_decode" in str(cpu.unavailable_reason())
+    assert "no function paged_decode" in str(cpp.unavailable_reason())
     assert list(fresh.iterdir()) == []
 
 
@@ -170,7 +170,7 @@ def test_a_compiler_that_hangs_is_ended_with_what_it_has_started(
     fresh: Path, temporary: Path, started: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_COMPILE_TIMEOUT_S", 0.5)
-    assert "has not finished after" in str(cpu.unavailable_reason())
+    assert "has not finished after" in str(cpp.unavailable_reason())
     assert_ended(started())
     assert [*fresh.iterdir(), *temporary.iterdir()] == []
 
@@ -181,7 +181,7 @@ def test_a_version_that_never_comes_is_not_waited_for(fresh: Path, monkeypatch: 
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setattr(build, "_VERSION_TIMEOUT_S", 0.2)
-    assert "has not said its version" in str(cpu.unavailable_reason())
+    assert "has not said its version" in str(cpp.unavailable_reason())
 
 
 @needs_compiler
@@ -196,10 +196,10 @@ def test_an_interrupt_ends_the_compilers_and_the_next_call_compiles(
     with monkeypatch.context() as patch:
         patch.setattr(build.time, "sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cpu.unavailable_reason()
+            cpp.unavailable_reason()
     assert_ended(started())
     assert [*fresh.iterdir(), *temporary.iterdir()] == []
-    assert cpu._loaded is None
+    assert cpp._loaded is None
 
     monkeypatch.delenv("CXX")
     assert build.load().handle.answer() == 42

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from hf_paged_cache.kernels import cpu, dispatch
-from hf_paged_cache.kernels.cpu import build, library_folder
-from hf_paged_cache.kernels.problem import LayerBlocks
+from hf_paged_cache.kernels import cpp, dispatch
+from hf_paged_cache.kernels.call import LayerBlocks
+from hf_paged_cache.kernels.cpp import build, library_folder
 from tests.kernels.cases import CASES
 from tests.kernels.cases import build as build_problem
 
 pytestmark = [
-    pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),
+    pytest.mark.skipif(cpp.unavailable_reason() is not None, reason=str(cpp.unavailable_reason())),
     pytest.mark.usefixtures("tiny_source", "fresh", "temporary"),
 ]
 
@@ -454,7 +454,7 @@ def test_a_kernel_that_is_not_kept_is_said_once(
     blocks: LayerBlocks, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh.chmod(0o777)
-    monkeypatch.setattr(cpu, "_declare", lambda handle: None)
+    monkeypatch.setattr(cpp, "_declare", lambda handle: None)
     assert [dispatch.backend_name(blocks) for _ in range(2)] == ["cpp"] * 2
     (warning,) = caplog.records
     assert f"{build._NOT_KEPT}: other users may write to {fresh} (`chmod go-w` it" in warning.message

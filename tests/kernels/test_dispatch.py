@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hf_paged_cache.errors import BackendUnavailable
-from hf_paged_cache.kernels import dispatch, reference, torch_blocks
-from hf_paged_cache.kernels.problem import LayerBlocks
+from hf_paged_cache.kernels import dispatch, reference
+from hf_paged_cache.kernels.call import LayerBlocks
+from hf_paged_cache.kernels.torch import torch_kernels
 from tests.kernels.cases import Case, assert_answers, build
 
 VARIABLE = "HF_PAGED_CACHE_BACKEND"
@@ -59,7 +60,7 @@ def _fast(*, unavailable: str | None = None, unsupported: str | None = None) -> 
 
 
 def test_first_backend_that_can_run_is_taken(monkeypatch: pytest.MonkeyPatch, blocks: LayerBlocks) -> None:
-    _use_backends(monkeypatch, fast=_fast(), torch=torch_blocks)
+    _use_backends(monkeypatch, fast=_fast(), torch=torch_kernels)
     assert dispatch.backend_name(blocks) == "fast"
     assert dispatch.decode(blocks, build(Case("b")).attention) == "fast"
     assert _explained(blocks) == [("fast", "will run (avx1024)"), ("torch", "a faster one runs")]
@@ -69,7 +70,7 @@ def test_first_backend_that_can_run_is_taken(monkeypatch: pytest.MonkeyPatch, bl
 def test_refused_backend_is_replaced_and_said_once(
     refusal: str, monkeypatch: pytest.MonkeyPatch, blocks: LayerBlocks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _use_backends(monkeypatch, fast=_fast(**{refusal: "No compiler was found."}), torch=torch_blocks)
+    _use_backends(monkeypatch, fast=_fast(**{refusal: "No compiler was found."}), torch=torch_kernels)
     with caplog.at_level(logging.WARNING, logger="hf_paged_cache"):
         assert dispatch.backend_name(blocks) == "torch"
         assert dispatch.backend_name(build(Case("other", head_dim=96)).blocks) == "torch"
@@ -84,7 +85,7 @@ def test_blocks_that_a_backend_does_not_support_do_not_decide_for_others(
 ) -> None:
     picky = _fast()
     picky.unsupported_reason = lambda blocks: "Doubles." if blocks.keys.dtype == torch.float64 else None
-    _use_backends(monkeypatch, fast=picky, torch=torch_blocks)
+    _use_backends(monkeypatch, fast=picky, torch=torch_kernels)
     assert dispatch.backend_name(build(Case("b"), torch.float64).blocks) == "torch"
     assert dispatch.backend_name(build(Case("b"), torch.float32).blocks) == "fast"
 
@@ -105,7 +106,7 @@ def test_environment_forces_a_backend_at_any_time(
 
 
 def test_empty_environment_forces_nothing(monkeypatch: pytest.MonkeyPatch, blocks: LayerBlocks) -> None:
-    _use_backends(monkeypatch, torch=torch_blocks)
+    _use_backends(monkeypatch, torch=torch_kernels)
     monkeypatch.setenv(VARIABLE, " ")
     assert dispatch.backend_name(blocks) == "torch"
 
@@ -127,7 +128,7 @@ def test_unknown_name_is_refused_with_the_valid_ones(
 def test_forced_backend_that_cannot_run_raises_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, blocks: LayerBlocks
 ) -> None:
-    _use_backends(monkeypatch, fast=_fast(unavailable="No compiler was found."), torch=torch_blocks)
+    _use_backends(monkeypatch, fast=_fast(unavailable="No compiler was found."), torch=torch_kernels)
     monkeypatch.setenv(VARIABLE, "fast")
     for call in (
         lambda: dispatch.decode(blocks, build(Case("b")).attention),
@@ -159,7 +160,7 @@ def test_backend_of_another_device_is_not_even_loaded(monkeypatch: pytest.Monkey
 
 
 def test_import_neither_loads_nor_compiles_the_cpp_kernel() -> None:
-    code = "import sys, hf_paged_cache.kernels.dispatch; print('hf_paged_cache.kernels.cpu' in sys.modules)"
+    code = "import sys, hf_paged_cache.kernels.dispatch; print('hf_paged_cache.kernels.cpp' in sys.modules)"
     root = Path(dispatch.__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"

@@ -12,10 +12,10 @@ import torch
 
 from hf_paged_cache.errors import UnstorableValueError
 from hf_paged_cache.formats import RecordFormat
-from hf_paged_cache.kernels import torch_blocks
-from hf_paged_cache.kernels.problem import Attention, LayerBlocks, dense_entry
+from hf_paged_cache.kernels.call import Attention, LayerBlocks, dense_entry
+from hf_paged_cache.kernels.torch import torch_kernels
 from tests.kernels.cases import Case, rms_ratio
-from tests.kernels.quantised import FORMAT_NAMES, form_of
+from tests.kernels.quantized import FORMAT_NAMES, form_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,9 +33,9 @@ TABLE = (
 DENSE_COLUMNS = ((0, 3), (0, 2), (0,), ())
 
 
-BACKENDS = ("reference", "torch_blocks", "cpu", "gpu")
+BACKENDS = ("reference", "torch.torch_kernels", "cpp", "triton")
 FORMATS = ("auto", *FORMAT_NAMES)
-SLOW = {"gpu": ("auto", "int8", "int4")}
+SLOW = {"triton": ("auto", "int8", "int4")}
 """In the interpreter; what formats differ in knows nothing of where a row begins."""
 
 
@@ -47,7 +47,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def device_of(backend: ModuleType) -> str:
-    return "cuda" if backend.__name__.endswith("gpu") and torch.cuda.is_available() else "cpu"
+    return "cuda" if backend.__name__.endswith("triton") and torch.cuda.is_available() else "cpu"
 
 
 def empty_blocks(form: RecordFormat | None, device: str) -> LayerBlocks:
@@ -112,9 +112,9 @@ def test_a_row_is_stored_and_read_as_the_same_row_alone(backend_name: str, name:
     if padded.records is not None and single.records is not None:
         assert torch.equal(padded.records, single.records)
 
-    gather = getattr(backend, "gather", torch_blocks.gather)
+    gather = getattr(backend, "gather", torch_kernels.gather)
     if form is None:
-        gather = torch_blocks.gather
+        gather = torch_kernels.gather
     end = PROMPT + STEPS
     for start in (0, 37):
         query = torch.randn(4, 2 * HEADS, 2, DIM, device=device)

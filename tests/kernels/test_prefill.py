@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_paged_cache.kernels import parts, prefill, torch_blocks
+from hf_paged_cache.kernels import prefill
+from hf_paged_cache.kernels.call import LayerBlocks
 from hf_paged_cache.kernels.prefill import attend_with_history
-from hf_paged_cache.kernels.problem import LayerBlocks
+from hf_paged_cache.kernels.torch import partial_softmax, torch_kernels
 from tests.kernels.cases import DTYPES, TOLERANCE, build, case_id, dense_answer, rms_ratio
 from tests.kernels.prefills import PREFILLS, Prefill, history_case, prefill_answer
 
@@ -40,7 +41,7 @@ def test_prefill_in_strips_of_seven_queries_is_the_same(p: Prefill, monkeypatch:
 def test_prefill_without_the_cpu_flash_operator_is_the_same(
     p: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "has_flash", lambda query, softcap: False)
+    monkeypatch.setattr(partial_softmax, "has_flash", lambda query, softcap: False)
     got, want, _ = prefill_answer(p, torch.float32)
     assert rms_ratio(got, want) <= TOLERANCE[torch.float32]
 
@@ -105,12 +106,12 @@ def test_no_more_of_the_history_is_dense_at_one_time_than_a_chunk(
 ) -> None:
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 128)
     spans: list[int] = []
-    tokens = torch_blocks._tokens
+    tokens = torch_kernels._tokens
 
     def recorded(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         spans.append(end - start)
         return tokens(blocks, start, end)
 
-    monkeypatch.setattr(torch_blocks, "_tokens", recorded)
+    monkeypatch.setattr(torch_kernels, "_tokens", recorded)
     prefill_answer(Prefill("long", history_case(end=500), 20, softcap=softcap), torch.float32)
     assert spans == [128, 128, 128, 116]

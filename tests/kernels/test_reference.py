@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_paged_cache.kernels import reference
-from hf_paged_cache.kernels.problem import NULL_BLOCK, LayerBlocks
+from hf_paged_cache.kernels.call import NULL_BLOCK, LayerBlocks
 from tests.kernels.cases import CASES, Case, assert_answers, build, case_id, rms_ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")

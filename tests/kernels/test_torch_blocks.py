@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_paged_cache.kernels import parts, reference, torch_blocks
-from hf_paged_cache.kernels.problem import LayerBlocks
+from hf_paged_cache.kernels import reference
+from hf_paged_cache.kernels.call import LayerBlocks
+from hf_paged_cache.kernels.torch import partial_softmax, torch_kernels
 from tests.kernels.cases import CASES, DTYPES, Case, assert_answers, build, case_id, rms_ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -15,15 +16,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_decode_is_a_dense_softmax(case: Case, dtype: torch.dtype) -> None:
     problem = build(case, dtype)
-    got, lse = torch_blocks.decode(problem.blocks, problem.attention, return_lse=True)
+    got, lse = torch_kernels.decode(problem.blocks, problem.attention, return_lse=True)
     assert_answers(problem, got, lse)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_decode_in_chunks_of_one_block_is_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(torch_kernels, "CHUNK_BYTES", 1)
     problem = build(case)
-    got, lse = torch_blocks.decode(problem.blocks, problem.attention, return_lse=True)
+    got, lse = torch_kernels.decode(problem.blocks, problem.attention, return_lse=True)
     assert_answers(problem, got, lse)
 
 
@@ -31,9 +32,9 @@ def test_decode_in_chunks_of_one_block_is_the_same(case: Case, monkeypatch: pyte
 def test_decode_without_the_cpu_flash_operator_is_the_same(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "has_flash", lambda query, softcap: False)
+    monkeypatch.setattr(partial_softmax, "has_flash", lambda query, softcap: False)
     problem = build(case)
-    got, lse = torch_blocks.decode(problem.blocks, problem.attention, return_lse=True)
+    got, lse = torch_kernels.decode(problem.blocks, problem.attention, return_lse=True)
     assert_answers(problem, got, lse)
 
 
@@ -41,12 +42,12 @@ def test_decode_without_the_cpu_flash_operator_is_the_same(
 def test_query_masked_everywhere_by_finfo_min_averages_all_tokens_alike(
     chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(torch_kernels, "CHUNK_BYTES", chunk_bytes)
     problem = build(Case("padding", q_tokens=2, group=2, end=150))
     mask = torch.zeros(2, 1, 2, 150)
     mask[0, 0, 1] = torch.finfo(torch.float32).min
     problem.attention.mask = mask
-    got = torch_blocks.decode(problem.blocks, problem.attention)
+    got = torch_kernels.decode(problem.blocks, problem.attention)
     mean = problem.values[0].mean(dim=1).repeat_interleave(2, dim=0)
     assert rms_ratio(got[0, 1], mean) < 2e-6
     assert rms_ratio(got, reference.decode(problem.blocks, problem.attention)) < 2e-6
@@ -55,7 +56,7 @@ def test_query_masked_everywhere_by_finfo_min_averages_all_tokens_alike(
 def test_decode_of_no_tokens_is_zeros_and_the_sink() -> None:
     problem = build(Case("one", end=1, sinks=True))
     problem.attention.end = 0
-    out, lse = torch_blocks.decode(problem.blocks, problem.attention, return_lse=True)
+    out, lse = torch_kernels.decode(problem.blocks, problem.attention, return_lse=True)
     assert not out.any()
     assert torch.equal(lse, problem.attention.sinks[None, :, None].expand(2, 2, 1))
 
@@ -63,7 +64,7 @@ def test_decode_of_no_tokens_is_zeros_and_the_sink() -> None:
 def test_decode_is_nan_where_a_visible_value_is_nan() -> None:
     problem = build(Case("nan", end=500, batch=1, block_size=16))
     problem.blocks.values[problem.blocks.table[0, 3], 0, 3] = torch.nan
-    out = torch_blocks.decode(problem.blocks, problem.attention)
+    out = torch_kernels.decode(problem.blocks, problem.attention)
     assert out[0, 0, 0].isnan().all()
     assert not out[0, 0, 1].isnan().any()
 
@@ -82,9 +83,9 @@ def test_decode_never_makes_the_dense_history(monkeypatch: pytest.MonkeyPatch) -
                     self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
             return result
 
-    monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 256 * 2 * 2 * 64 * 4)  # 256 tokens
+    monkeypatch.setattr(torch_kernels, "CHUNK_BYTES", 256 * 2 * 2 * 64 * 4)  # 256 tokens
     with Largest() as largest:
-        torch_blocks.decode(problem.blocks, problem.attention)
+        torch_kernels.decode(problem.blocks, problem.attention)
     assert largest.nbytes == 256 * 2 * 64 * 4
 
 
@@ -98,12 +99,12 @@ def test_write_then_gather_is_the_reference(start: int, tokens: int, null: bool)
     mine, theirs = build(case).blocks, build(case).blocks
     keys = torch.randn(2, tokens, 2, 64).transpose(1, 2)
     values = torch.randn(2, tokens, 2, 48).transpose(1, 2)
-    torch_blocks.write(mine, keys, values, start)
+    torch_kernels.write(mine, keys, values, start)
     reference.write(theirs, keys, values, start)
     for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
     got, want = (
-        torch_blocks.gather(mine, start, start + tokens),
+        torch_kernels.gather(mine, start, start + tokens),
         reference.gather(mine, start, start + tokens),
     )
     for a, b in zip(got, want, strict=True):
@@ -112,7 +113,7 @@ def test_write_then_gather_is_the_reference(start: int, tokens: int, null: bool)
 
 
 def test_gather_of_no_tokens_is_empty() -> None:
-    keys, values = torch_blocks.gather(build(Case("g", v_head_dim=48)).blocks, 64, 64)
+    keys, values = torch_kernels.gather(build(Case("g", v_head_dim=48)).blocks, 64, 64)
     assert keys.shape == (2, 2, 0, 64)
     assert values.shape == (2, 2, 0, 48)
 
@@ -122,14 +123,14 @@ def test_gather_reads_pools_of_any_strides() -> None:
     slots_first = blocks.keys.transpose(1, 2).contiguous().transpose(1, 2)
     assert slots_first.stride() != blocks.keys.contiguous().stride()
     strided = LayerBlocks(slots_first, blocks.values, blocks.table)
-    assert torch.equal(torch_blocks.gather(strided, 3, 130)[0], torch_blocks.gather(blocks, 3, 130)[0])
+    assert torch.equal(torch_kernels.gather(strided, 3, 130)[0], torch_kernels.gather(blocks, 3, 130)[0])
 
 
 def test_copy_blocks_reads_all_sources_first() -> None:
     pool = torch.arange(4.0).view(4, 1).repeat(1, 3)
-    torch_blocks.copy_blocks(pool, [0, 1, 3], [1, 2, 0])
+    torch_kernels.copy_blocks(pool, [0, 1, 3], [1, 2, 0])
     assert pool[:, 0].tolist() == [3, 0, 1, 3]
-    torch_blocks.copy_blocks(pool, [], [])
+    torch_kernels.copy_blocks(pool, [], [])
     assert pool[:, 0].tolist() == [3, 0, 1, 3]
 
 
@@ -137,4 +138,4 @@ def test_nan_in_a_mask_is_not_hidden() -> None:
     problem = build(Case("nan", end=70))
     problem.attention.mask = torch.zeros(70)
     problem.attention.mask[3] = torch.nan
-    assert torch_blocks.decode(problem.blocks, problem.attention).isnan().all()
+    assert torch_kernels.decode(problem.blocks, problem.attention).isnan().all()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_paged_cache.kernels import gpu, reference
-from hf_paged_cache.kernels.problem import NULL_BLOCK, Attention, LayerBlocks, RowLengths
+from hf_paged_cache.kernels import reference, triton
+from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks, RowLengths
 from tests.kernels.cases import (
     CASES,
     DTYPES,
@@ -28,7 +28,7 @@ from tests.kernels.prefills import PREFILLS, Prefill, prefill_answer
 
 pytest.importorskip("triton")
 
-from hf_paged_cache.kernels.gpu import launch, tiles
+from hf_paged_cache.kernels.triton import launch, tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,7 +73,7 @@ def str_or_name(value: Case | torch.dtype) -> str:
 
 def answer(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     placed = on_device(problem)
-    out, lse = gpu.decode(placed.blocks, placed.attention, return_lse=True)
+    out, lse = triton.decode(placed.blocks, placed.attention, return_lse=True)
     return out.cpu(), lse.cpu()
 
 
@@ -208,7 +208,7 @@ def test_write_is_the_reference(start: int, tokens: int, null: bool, dtype: torc
     mine, theirs = on_device(build(case, dtype)).blocks, build(case, dtype).blocks
     keys = torch.randn(2, tokens, 3, 97).transpose(1, 2).to(dtype)
     values = torch.randn(2, tokens, 3, 48).transpose(1, 2).to(dtype)
-    gpu.write(mine, keys.to(DEVICE), values.to(DEVICE), start)
+    triton.write(mine, keys.to(DEVICE), values.to(DEVICE), start)
     reference.write(theirs, keys, values, start)
     for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
         assert torch.equal(a.cpu().nan_to_num(7.0), b.nan_to_num(7.0))
@@ -227,11 +227,11 @@ def test_write_at_the_end_of_rows_of_different_lengths_drops_what_the_table_does
 
 def test_copy_blocks_reads_all_sources_first() -> None:
     pool = torch.arange(5.0, device=DEVICE).view(5, 1).repeat(1, 9000)
-    gpu.copy_blocks(pool, [0, 2], [1, 3])
+    triton.copy_blocks(pool, [0, 2], [1, 3])
     assert pool[:, 0].tolist() == pool[:, -1].tolist() == [0, 0, 2, 2, 4]
-    gpu.copy_blocks(pool, [0, 2, 4], [2, 4, 0])
+    triton.copy_blocks(pool, [0, 2, 4], [2, 4, 0])
     assert pool[:, 0].tolist() == pool[:, -1].tolist() == [4, 0, 0, 2, 2]
-    gpu.copy_blocks(pool, [], [])
+    triton.copy_blocks(pool, [], [])
     assert pool[:, 0].tolist() == [4, 0, 0, 2, 2]
 
 
@@ -243,10 +243,10 @@ def test_blocks_beyond_two_to_the_31_elements_are_reached() -> None:
     far = [torch.empty(blocks, 1, 64, 128, dtype=torch.float16) for _ in range(2)]
     table = torch.tensor([[blocks - 1, blocks - 3]], dtype=torch.int32)
     placed = LayerBlocks(far[0], far[1], table)
-    gpu.write(placed, problem.keys, problem.values, 0)
+    triton.write(placed, problem.keys, problem.values, 0)
     assert torch.equal(far[0][blocks - 1, 0], problem.keys[0, 0, :64])
-    assert_answers(replace(problem, blocks=placed), gpu.decode(placed, problem.attention))
-    gpu.copy_blocks(far[0], [blocks - 1], [blocks - 2])
+    assert_answers(replace(problem, blocks=placed), triton.decode(placed, problem.attention))
+    triton.copy_blocks(far[0], [blocks - 1], [blocks - 2])
     assert torch.equal(far[0][blocks - 2], far[0][blocks - 1])
 
 
@@ -254,11 +254,11 @@ def test_lengths_on_the_device_are_used_also_for_a_view_that_ends_earlier() -> N
     problem = on_device(build(Case("old", end=100)))
     held = RowLengths(100, torch.full((2,), 100, dtype=torch.int32, device=DEVICE))
     problem.blocks.lengths = held
-    assert_answers(problem, gpu.decode(problem.blocks, problem.attention).cpu())
+    assert_answers(problem, triton.decode(problem.blocks, problem.attention).cpu())
     held.set(130)
-    assert_answers(problem, gpu.decode(problem.blocks, problem.attention).cpu())
+    assert_answers(problem, triton.decode(problem.blocks, problem.attention).cpu())
     held.set(50)
-    assert_answers(problem, gpu.decode(problem.blocks, problem.attention).cpu())
+    assert_answers(problem, triton.decode(problem.blocks, problem.attention).cpu())
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -297,8 +297,8 @@ def test_a_decode_step_launches_write_and_attend_and_where_rows_are_split_merge(
         monkeypatch.setattr(launch, "choose_splits", lambda *_, splits=splits: splits)
         for kernel in kernels.values():
             kernel.grids.clear()
-        gpu.write(problem.blocks, new, new, 64)
-        gpu.decode(problem.blocks, problem.attention)
+        triton.write(problem.blocks, new, new, 64)
+        triton.decode(problem.blocks, problem.attention)
         counts = [len(kernel.grids) for kernel in kernels.values()]
         assert counts == [1, 1, merges, 0]
 
@@ -311,7 +311,7 @@ def test_grids_stay_while_rows_grow_within_a_power_of_two(monkeypatch: pytest.Mo
     grids = {}
     for end in (1025, 1026, 1500, 2047, 2048, 2049):
         attend.grids.clear()
-        gpu.decode(problem.blocks, replace(problem.attention, end=end))
+        triton.decode(problem.blocks, replace(problem.attention, end=end))
         grids[end] = attend.grids[0]
     assert len({grids[end] for end in (1025, 1026, 1500, 2047, 2048)}) == 1
     assert merge.grids
@@ -357,13 +357,13 @@ def test_write_and_decode_do_not_wait_for_the_device(name: str, monkeypatch: pyt
         torch.full((problem.blocks.table.shape[0],), problem.attention.end, dtype=torch.int32, device=DEVICE),
     )
     new_keys, new_values = (x[:, :, -1:].to(DEVICE) for x in (problem.keys, problem.values))
-    gpu.decode(problem.blocks, problem.attention)  # compiles
+    triton.decode(problem.blocks, problem.attention)  # compiles
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
         with NoWaiting():
-            gpu.write(problem.blocks, new_keys, new_values, problem.attention.end - 1)
-            gpu.decode(problem.blocks, problem.attention)
+            triton.write(problem.blocks, new_keys, new_values, problem.attention.end - 1)
+            triton.decode(problem.blocks, problem.attention)
     finally:
         if DEVICE == "cuda":
             torch.cuda.set_sync_debug_mode("default")
@@ -387,12 +387,12 @@ def test_blocks_that_the_kernels_cannot_read_are_refused(changes: dict[str, Any]
     if size.get("transposed"):
         keys = keys.transpose(2, 3)
     table = torch.full((1, 1), NULL_BLOCK, dtype=torch.int32, device=DEVICE)
-    assert reason in str(gpu.unsupported_reason(LayerBlocks(keys, values, table)))
+    assert reason in str(triton.unsupported_reason(LayerBlocks(keys, values, table)))
 
 
 def test_blocks_of_every_supported_kind_are_accepted() -> None:
     for dtype in DTYPES:
-        assert gpu.unsupported_reason(on_device(build(Case("ok", head_dim=97), dtype)).blocks) is None
+        assert triton.unsupported_reason(on_device(build(Case("ok", head_dim=97), dtype)).blocks) is None
 
 
 def test_attention_record_has_no_field_that_the_kernels_overlook() -> None:

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from hf_paged_cache.errors import BackendUnavailable
-from hf_paged_cache.kernels import dispatch, gpu, torch_blocks
+from hf_paged_cache.kernels import dispatch, triton
+from hf_paged_cache.kernels.torch import torch_kernels
 from tests.kernels.cases import Case, build
 
 pytest.importorskip("triton")
 
-from hf_paged_cache.kernels.gpu import launch, probe
+from hf_paged_cache.kernels.triton import launch, probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,9 +30,9 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def _nothing_known() -> Iterator[None]:
-    gpu.unusable_reason.cache_clear()
+    triton.unusable_reason.cache_clear()
     yield
-    gpu.unusable_reason.cache_clear()
+    triton.unusable_reason.cache_clear()
 
 
 def use_device(monkeypatch: pytest.MonkeyPatch, *, hip: str | None = None, **properties: Any) -> None:
@@ -63,11 +64,11 @@ def test_devices_that_are_too_small_are_known_without_a_try(
 ) -> None:
     use_device(monkeypatch, **device)
     if reason is None:
-        assert gpu.unusable_reason(GPU) is None
+        assert triton.unusable_reason(GPU) is None
     else:
         monkeypatch.setattr(probe, "failure", lambda device: pytest.fail("tried"))
         with pytest.raises(AssertionError, match=reason):
-            assert gpu.unusable_reason(GPU) is None, gpu.unusable_reason(GPU)
+            assert triton.unusable_reason(GPU) is None, triton.unusable_reason(GPU)
 
 
 def test_a_first_attention_gives_the_references_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +95,11 @@ def test_a_try_that_fails_is_made_once_and_leaves_torch_with_one_warning(
     backend = SimpleNamespace(
         unavailable_reason=lambda: None,
         unsupported_reason=lambda blocks: None,
-        unusable_reason=lambda device: gpu.unusable_reason(GPU),
+        unusable_reason=lambda device: triton.unusable_reason(GPU),
     )
     entries = {
         name: SimpleNamespace(serves=lambda device, *, is_forced: True, load=lambda m=module: m)
-        for name, module in {"triton": backend, "torch": torch_blocks}.items()
+        for name, module in {"triton": backend, "torch": torch_kernels}.items()
     }
     monkeypatch.setattr(dispatch, "_BACKENDS", entries)
     monkeypatch.setattr(dispatch, "_chosen", {})
@@ -132,9 +133,9 @@ def test_a_try_that_tells_nothing_of_the_device_is_made_again(
     use_device(monkeypatch)
     monkeypatch.setattr(probe, "failure", fails)
     with pytest.raises(error):
-        gpu.unusable_reason(GPU)
+        triton.unusable_reason(GPU)
     monkeypatch.setattr(probe, "failure", lambda device: None)
-    assert gpu.unusable_reason(GPU) is None
+    assert triton.unusable_reason(GPU) is None
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "prompt", "new"), [("auto", 470, 60), ("int4", 21, 80)])

@@ -1,0 +1,1 @@
+"""Tools of this project's developers; no part of the wheel."""

@@ -1,0 +1,10 @@
+"""Entry point of `python -m dev.aot`."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

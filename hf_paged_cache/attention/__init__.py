@@ -1,0 +1,1 @@
+"""Paged attention in `transformers`: its functions, masks and views of what is stored."""

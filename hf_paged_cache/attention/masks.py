@@ -1,0 +1,191 @@
+"""Masks that are written down only if somebody needs them written down.
+
+The host makes a 4-D mask for every forward with history or padding, and its size grows with the context. A
+paged kernel needs less: that the pattern is causal, and which tokens are padding. So the mask function
+registered here returns a tensor that stands for the host's mask and becomes it when touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from hf_paged_cache.errors import CacheMismatchError
+from hf_paged_cache.host import architectures, compat
+from hf_paged_cache.host.lazy_tensor import LazyTensor, make_wrapper
+
+logger = logging.getLogger("hf_paged_cache")
+
+
+class PagedLength(int):
+    """The key length that a `PagedCache` announces: an int that the mask function can recognise.
+
+    Masks are made before K and V are, and the host does not say for which cache. Masks for any other cache
+    are left to the host.
+
+    Attributes:
+        note: Tells the cache of the padding that the mask of this forward hides, or of None, which is all
+            that the mask function knows; None in a step that is being compiled.
+    """
+
+    note: Callable[[torch.Tensor | None], None] | None = None
+
+
+class StaticLength(PagedLength):
+    """The key length of rows whose blocks are all there: what a row can hold.
+
+    Attributes:
+        check_room: Raises if a row cannot have so many tokens.
+    """
+
+    check_room: Callable[[int], None]
+
+    def __new__(cls, tokens: int, check_room: Callable[[int], None]) -> StaticLength:
+        """A length of so many tokens."""
+        length = super().__new__(cls, tokens)
+        length.check_room = check_room
+        return length
+
+
+class LazyMask(LazyTensor):
+    """Stands for a causal 4-D mask `[batch, 1, q_tokens, kv_tokens]`.
+
+    Attributes:
+        padding: Boolean `[batch, kv_tokens]`, False where a token is padding; None if none is.
+    """
+
+    padding: torch.Tensor | None
+    _make: Callable[[], torch.Tensor]
+    _dense: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        make: Callable[[], torch.Tensor],
+        padding: torch.Tensor | None,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LazyMask:
+        """A mask of `shape`, without storage."""
+        mask: LazyMask = make_wrapper(cls, shape, dtype, device)
+        mask._make = make
+        mask._dense = None
+        mask.padding = padding
+        return mask
+
+    def dense(self) -> torch.Tensor:
+        """The host's own mask, made once."""
+        if self._dense is None:
+            self._dense = self._make()
+        return self._dense
+
+    def origin(self) -> str:
+        """Kind of mask."""
+        return "causal mask" if self.padding is None else "causal mask with padding"
+
+
+def make_mask_function(implementation: str) -> Callable[..., Any]:
+    """A mask function that stands in for the one of `implementation`.
+
+    For a `PagedCache` it returns a `LazyMask` where the pattern is causal over all tokens seen; in every
+    other case what that implementation's own function returns.
+    """
+
+    def paged_mask(*args: Any, **kwargs: Any) -> Any:
+        host = compat.mask_function(implementation)
+        length = kwargs.get("kv_length")
+        if not isinstance(length, PagedLength):
+            return host(*args, **kwargs)
+        if isinstance(length, StaticLength):
+            mask = kwargs.get("attention_mask")
+            if mask is not None and mask.dim() == 2:
+                # A compiled step cannot ask for room, but the mask tells how many tokens there will be.
+                length.check_room(mask.shape[1])
+            return host(*args, **kwargs | {"kv_length": int(length)})
+        tokens = kwargs["kv_length"] + kwargs.get("kv_offset", 0)
+        new = kwargs["q_length"]
+        check_length(kwargs.get("attention_mask"), tokens - new, new, kwargs.get("config"))
+        shape = _causal_shape(kwargs)
+        if shape is None:
+            _note(length, kwargs.get("attention_mask"))
+            padding = kwargs.get("attention_mask")
+            if padding is not None and kwargs["q_length"] == 1 and not padding.is_cpu:
+                # To find out whether it can leave the mask out, the host function would wait for the device.
+                kwargs["allow_is_causal_skip"] = False
+            return host(*args, **kwargs)
+        batch, q_tokens, kv_tokens, padding = shape
+        if padding is not None and (padding.is_cpu or q_tokens == kv_tokens) and bool(padding.all()):
+            padding = None  # on a GPU the question would make the host wait, so only a prompt asks it
+        _note(length, padding)
+        if implementation == "sdpa" and padding is None and (q_tokens == 1 or q_tokens == kv_tokens):
+            return None  # what the host returns here
+        dtype = torch.bool if implementation == "sdpa" else kwargs.get("dtype", torch.float32)
+        device = torch.device(kwargs.get("device", "cpu"))
+        return LazyMask(
+            lambda: host(*args, **kwargs), padding, (batch, 1, q_tokens, kv_tokens), dtype, device
+        )
+
+    return paged_mask
+
+
+def _note(length: PagedLength, padding: torch.Tensor | None) -> None:
+    if length.note is not None and (padding is None or padding.dim() == 2):
+        length.note(padding)
+
+
+def check_length(mask: torch.Tensor | None, held: int, new: int, config: object) -> None:
+    """A mask shorter than history and new tokens together would silently hide the newest ones.
+
+    Args:
+        mask: `[batch, tokens]`; anything else is not looked at.
+        held: Tokens per row that the cache holds.
+        new: That the forward brings.
+        config: Of the model.
+
+    Raises:
+        CacheMismatchError: It is too short.
+    """
+    if mask is not None and mask.dim() == 2 and mask.shape[1] < held + new:
+        if architectures.has_short_masks(config):
+            _warn_once()
+            return
+        raise CacheMismatchError(
+            f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {held} per row and "
+            f"{new} new ones came. Pass the whole conversation (ids and mask), longer than what is cached; "
+            "`cache.crop(...)` what differs, or `cache.reset()`"
+        )
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning(
+        "attention_mask covers only the tokens after the conditioning, which this model puts in front and "
+        "keeps in the cache, so that the mask hides as many of the newest tokens, with any cache; pass no "
+        "attention_mask to let them be seen"
+    )
+
+
+def _causal_shape(kwargs: dict[str, Any]) -> tuple[int, int, int, torch.Tensor | None] | None:
+    """(batch, q tokens, kv tokens, padding) if the mask is causal over all tokens, else None."""
+    if torch.compiler.is_compiling() or kwargs.get("use_vmap") or kwargs.get("local_size") is not None:
+        return None
+    if not kwargs.get("allow_is_causal_skip", False) or not compat.is_plain_causal(
+        kwargs.get("mask_function")
+    ):
+        return None
+    q_tokens, kv_tokens, q_offset = kwargs["q_length"], kwargs["kv_length"], kwargs.get("q_offset", 0)
+    if (
+        isinstance(q_offset, torch.Tensor)
+        or kwargs.get("kv_offset", 0) != 0
+        or q_offset + q_tokens != kv_tokens
+    ):
+        return None
+    padding = kwargs.get("attention_mask")
+    if padding is not None and (padding.dim() != 2 or padding.shape[1] != kv_tokens):
+        return None
+    return kwargs["batch_size"], q_tokens, int(kv_tokens), padding

@@ -1,0 +1,143 @@
+"""From the caches of `transformers` to blocks, and back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.forward.left_padding import NO_PADDING
+
+from .layer import PagedLayer, PagedWindowLayer
+
+
+def copy_into(paged: Any, other: Cache) -> None:
+    """Store in an empty `PagedCache` what another cache holds.
+
+    Raises:
+        PagedCacheError: The other has other layers, keeps K and V in a form that is not dense, or has dropped
+            tokens that a layer of this cache needs.
+    """
+    if isinstance(other, EncoderDecoderCache) or not isinstance(other, Cache):
+        raise PagedCacheError(
+            f"cannot convert a {type(other).__name__}: pass a Cache; for an EncoderDecoderCache, its "
+            "`self_attention_cache` and `cross_attention_cache`, each for itself"
+        )
+    there, here = len(other.layers), len(paged.layers)
+    kept = [
+        layer
+        for layer in paged.layers[there:]
+        if isinstance(layer, PagedLayer) or layer in paged._hosts.parts
+    ]
+    # A DynamicCache without a config has the layers that were written, so none while it is empty.
+    if there > here or (there and kept):
+        raise PagedCacheError(
+            f"the other cache has {there} layers, and the model {here}: it belongs to another model"
+        )
+    found = [_states(index, mine, layer) for index, (mine, layer) in enumerate(_pairs(paged, other))]
+    lengths = {
+        index: 0 if states is None else states[0].shape[2]
+        for index, (mine, states) in enumerate(zip(paged.layers, found, strict=False))
+        if isinstance(mine, PagedLayer)
+    }
+    last = next(reversed(lengths), None)
+    if last is not None and lengths[last] != max(lengths.values()):
+        raise PagedCacheError(
+            f"layer {last} of the other cache holds {lengths[last]} tokens per row, and others hold "
+            f"{max(lengths.values())}: the forward that filled it did not reach that layer"
+        )
+    padding = other._state.padding if hasattr(other, "_state") else NO_PADDING
+    if padding.unstored:
+        length = max(lengths.values())
+        paged._state.note_mask(0, length, padding.mask(length))
+    wants_gradients = torch.is_grad_enabled() and any(
+        states is not None and any(side.requires_grad for side in states) for states in found
+    )
+    with torch.no_grad():
+        for index, states in enumerate(found):
+            if states is not None:
+                paged.update(*(side.detach() for side in states), index)
+        for index, (mine, layer) in enumerate(_pairs(paged, other)):
+            if found[index] is not None and isinstance(mine, PagedWindowLayer):
+                manager = paged._state.group_of(index).manager
+                manager.first_held = max(manager.first_held, mine.get_seq_length() - layer.keys.shape[2])
+    if wants_gradients:
+        paged._state.gradients_from = 0
+    if hasattr(other, "_state"):  # another paged cache
+        paged._state.padding = padding
+        paged._state.history = other._state.history.copy()
+        paged._state.owner = other._state.owner
+    for mine, layer in _pairs(paged, other):
+        host = mine if not isinstance(mine, PagedLayer) else getattr(mine, "host_part", None)
+        source = getattr(layer, "host_part", layer)
+        if host is not None:
+            held = ("keys", "values", "is_initialized") if isinstance(mine, PagedLayer) else ()
+            for name in vars(host):
+                if name not in held and hasattr(source, name):
+                    setattr(host, name, copy.deepcopy(getattr(source, name)))
+
+
+def to_dynamic(paged: Any, config: PreTrainedConfig) -> DynamicCache:
+    """A `DynamicCache` for the same model with the same contents, in dense tensors of its own."""
+    dynamic = DynamicCache(config=config)
+    for index, mine in enumerate(paged.layers):
+        layer: Any = dynamic.layers[index]
+        if not isinstance(mine, PagedLayer):
+            dynamic.layers[index] = copy.deepcopy(mine)
+            continue
+        keys, values = mine.keys, mine.values
+        if keys is not None and values is not None and keys.shape[2]:
+            layer.update(keys.clone(), values.clone())
+            if isinstance(mine, PagedWindowLayer):
+                layer.cumulative_length = mine.get_seq_length()
+        part = getattr(mine, "host_part", None)
+        for name in vars(part) if part is not None else ():
+            if name not in ("keys", "values", "is_initialized"):
+                setattr(layer, name, copy.deepcopy(getattr(part, name)))
+    return dynamic
+
+
+def _pairs(paged: Any, other: Cache) -> list[tuple[Any, Any]]:
+    return list(zip(paged.layers, other.layers, strict=False))
+
+
+def _states(index: int, mine: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """K and V of one layer, as long as its rows; zeros stand for what a window has dropped."""
+    if not isinstance(mine, PagedLayer):
+        if type(layer) is not type(mine):
+            raise PagedCacheError(
+                f"layer {index} is a {type(layer).__name__} there and a {type(mine).__name__} here: the "
+                "other cache belongs to another model"
+            )
+        return None
+    if not isinstance(layer, CacheLayerMixin):
+        raise PagedCacheError(f"layer {index} is a {type(layer).__name__} there, which holds no K and V")
+    if hasattr(layer, "_dequantize"):
+        raise PagedCacheError(
+            f"layer {index} is a {type(layer).__name__}, whose K and V are quantized in another way; feed "
+            "the tokens to the model instead"
+        )
+    length = int(layer.get_seq_length())
+    if not length or layer.keys is None or layer.values is None:
+        return None
+    keys, values = layer.keys, layer.values
+    held = min(length, keys.shape[2])
+    if not getattr(layer, "is_sliding", False):
+        keys, values = keys[:, :, :length], values[:, :, :length]
+    elif type(layer).__name__.startswith("Static"):
+        raise PagedCacheError(f"layer {index} is a {type(layer).__name__}; convert a DynamicCache instead")
+    elif held < min(length, mine.sliding_window - 1 if isinstance(mine, PagedWindowLayer) else length):
+        raise PagedCacheError(
+            f"layer {index} holds the last {held} of {length} tokens there, and more are needed here"
+        )
+    return _padded(keys, length), _padded(values, length)
+
+
+def _padded(states: torch.Tensor, length: int) -> torch.Tensor:
+    missing = length - states.shape[2]
+    dense = states + 0 if type(states) is not torch.Tensor else states
+    return torch.nn.functional.pad(dense, (0, 0, missing, 0)) if missing > 0 else dense

@@ -1,0 +1,276 @@
+"""What a user does with a cache beside `generate`: fork it, cut it, save it, turn it into another."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.forward.recurrent_state import HostParts
+from hf_paged_cache.forward.state import CacheState
+from hf_paged_cache.host import architectures
+
+from . import convert
+from .arguments import as_count
+from .state_dict import as_state_dict, contents_of, load_contents
+
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class CacheTools:
+    """Methods of `PagedCache` that are not part of the contract of `transformers.Cache`."""
+
+    layers: list[Any]
+    _state: CacheState
+    _hosts: HostParts
+    _config: PreTrainedConfig
+
+    # --- copies ---------------------------------------------------------------------------------------------
+
+    def fork(self) -> Self:
+        """Another cache with the same contents, by sharing blocks (copy-on-write).
+
+        Both go on independently; a block is copied when one of them writes into it while the other holds it.
+        They draw on one pool, also from different threads. Of layers in a 4-bit format the few blocks in the
+        model's dtype are copied at once.
+
+        Raises:
+            PagedCacheError: A forward is in progress, or the cache was made with compile=True.
+        """
+        return self._with_state(self._movable("fork").fork())
+
+    def frozen(self) -> Self:
+        """A fork to read with: whatever is done with it, this cache stays as it is.
+
+        ```python
+        with cache.frozen() as peek:
+            logits = model(candidate, past_key_values=peek).logits
+        ```
+
+        Leaving the block gives its own blocks back at once.
+        """
+        return self.fork()
+
+    def __enter__(self) -> Self:
+        """The cache itself; leaving the block resets it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give all blocks back."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        raise AssertionError("a cache says itself how it is reset")
+
+    @classmethod
+    def from_cache(cls, other: Cache, config_or_model: object, **settings: Any) -> Self:
+        """A paged cache with the contents of another one.
+
+        Args:
+            other: A `DynamicCache`, a `StaticCache` without windows, or a `PagedCache` with other settings.
+            config_or_model: The model that filled it, or its config.
+            **settings: As for `PagedCache`.
+
+        Returns:
+            A new cache. Exact for `kv_cache_dtype="auto"`; other formats encode what the other cache holds.
+
+        Raises:
+            PagedCacheError: The other has layers that do not fit the model.
+        """
+        paged = cls(config_or_model, **settings)  # type: ignore[call-arg]  # of the class that mixes this in
+        convert.copy_into(paged, other)
+        return paged
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """A `DynamicCache` with the same contents, in dense tensors of its own."""
+        self._settled("to_dynamic_cache")
+        return convert.to_dynamic(self, self._config.get_text_config(decoder=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The contents as tensors, numbers and strings, for `torch.save`.
+
+        `torch.load(..., weights_only=True)` reads it back, and `load_state_dict` of a cache made for the same
+        model with the same settings takes it in, bit for bit. Nothing is in it but this cache's own tokens;
+        blocks that share a scale over many tokens keep it as it is after a crop into them.
+        """
+        return as_state_dict(self._movable("state_dict"), self._hosts)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the contents by those that `state_dict` has returned.
+
+        They are put beside what is there, and then take its place: if anything is raised, an interrupt too,
+        the cache is as it was. Call `reset` before, where there is no memory for both.
+
+        Raises:
+            PagedCacheError: They are of another model, of other settings, or damaged.
+            PoolExhausted: They do not fit into the pool.
+        """
+        state = self._movable("load_state_dict")
+        contents = contents_of(state, self._hosts, state_dict)
+        load_contents(state, self._hosts, self.layers, contents)
+
+    # --- the text in the cache ------------------------------------------------------------------------------
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """Ids `[rows, tokens]` of the cached tokens, as far as they are known (from the first one on)."""
+        return self._settled("input_ids").history.ids
+
+    def commit(self, input_ids: torch.Tensor) -> None:
+        """Tell the ids of the cached tokens, where forwards did not show them.
+
+        Forwards show them unless they were given embeddings, or single tokens on a GPU. Known ids are what
+        `truncate_to` goes by, and what prompts of `generate` are held against.
+
+        Args:
+            input_ids: `[rows, tokens]`, at least as many tokens as are cached; what `generate` returned will
+                do.
+
+        Raises:
+            PagedCacheError: There are too few, or forwards have shown others.
+        """
+        state = self._with_text("commit")
+        state.history.commit(self._checked(input_ids), state.step_end)
+
+    def truncate_to(self, input_ids: torch.Tensor) -> int:
+        """Keep the longest beginning that the cached text shares with `input_ids`; forget the rest.
+
+        For edited or regenerated chats: afterwards `generate(input_ids, ...)` computes what is new. At least
+        the last token of `input_ids` is left to be fed.
+
+        Args:
+            input_ids: `[rows, tokens]`, the whole conversation.
+
+        Returns:
+            Tokens per row that are kept.
+
+        Raises:
+            PagedCacheError: The ids of the cached tokens are not known, or a window layer no longer holds
+                what the shorter history needs.
+        """
+        state = self._with_text("truncate_to")
+        input_ids = self._checked(input_ids)
+        if not input_ids.shape[1]:
+            raise PagedCacheError("truncate_to: input_ids has no tokens; `cache.reset()` forgets everything")
+        if state.step_end and not state.history.count:
+            raise PagedCacheError(
+                "truncate_to: the ids of the cached tokens are not known; call `cache.commit(input_ids)` "
+                "after the forwards that fed them, or `cache.reset()`"
+            )
+        kept = min(state.history.shared_prefix(input_ids), input_ids.shape[1] - 1)
+        self._crop_to(kept)
+        return kept
+
+    def drop(self, start: int, end: int) -> None:
+        """Delete the tokens `start … end - 1` of every row from the history.
+
+        At the end of the history this is a crop. Further inside, the tokens behind move up; that is only
+        right where keys do not carry their position (ALiBi, relative biases), in layers that keep all tokens.
+
+        Raises:
+            PagedCacheError: The range is not inside the history, or the keys of this model carry positions.
+            PoolExhausted: Others share the blocks, and there are too few to write the tokens behind anew.
+                Nothing has changed. (An interrupt while they are written leaves the tokens before `start`.)
+        """
+        state = self._settled("drop")
+        start, end = as_count("drop", "start", start), as_count("drop", "end", end)
+        length = state.step_end
+        if not 0 <= start <= end <= length:
+            raise PagedCacheError(
+                f"drop({start}, {end}): expected 0 <= start <= end <= {length}, the tokens that are cached"
+            )
+        if start == end:
+            return
+        reason = None if end == length else self._why_not_drop()
+        if reason is not None:
+            raise PagedCacheError(
+                f"drop({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
+                "everything from there on; feed what comes after again"
+            )
+        ids, padding, wanted = state.history.ids, state.padding, state.gradients_from
+        behind = [
+            (index, *(side[:, :, end:].detach().clone() for side in (layer.keys, layer.values)))
+            for index, layer in enumerate(self.layers)
+            if end < length and layer.get_seq_length()
+        ]
+        if not behind:
+            self._crop_to(start)
+            return
+
+        def make() -> None:
+            state.replace_tail(start, behind, padding.drop(start, end))
+            if wanted is not None:
+                state.gradients_from = min(wanted, max(start, wanted - (end - start)))
+            if ids.shape[1] == length:
+                state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
+
+        state.change(make)
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _with_state(self, state: CacheState) -> Self:
+        """A cache of this class over another state."""
+        raise AssertionError("a cache says itself how it is copied")
+
+    def _settled(self, method: str) -> CacheState:
+        """The state, when no forward is in progress."""
+        state = self._state
+        state.take(None)
+        state.pull()
+        self._hosts.settle()
+        if state.is_open and state.is_next_in_any_layer():
+            raise PagedCacheError(f"{method}: a forward is in progress; call it when the model has returned")
+        return state
+
+    def _with_text(self, method: str) -> CacheState:
+        """The state, where blocks say how many tokens are cached."""
+        state = self._settled(method)
+        if not state.tokens:
+            raise PagedCacheError(
+                f"{method}: no layer of this model keeps its tokens in blocks, so the cache does not know "
+                "its text; `cache.reset()` and feed the whole text"
+            )
+        return state
+
+    def _movable(self, method: str) -> CacheState:
+        """The state, where blocks are not tied to rows."""
+        state = self._settled(method)
+        if state.is_static or state.can_be_static:
+            raise PagedCacheError(
+                f"{method}: with compile=True every row owns its blocks; use `copy.deepcopy(cache)`, or make "
+                "the cache without compile=True"
+            )
+        return state
+
+    def _crop_to(self, tokens: int) -> None:
+        """Keep so many tokens per row."""
+        count = self._state.step_end - tokens
+        if count:
+            self.crop(-count)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens."""
+        raise AssertionError("a cache says itself how it is cropped")
+
+    def _checked(self, input_ids: torch.Tensor) -> torch.Tensor:
+        is_tensor = isinstance(input_ids, torch.Tensor)
+        if not is_tensor or input_ids.dim() != 2 or input_ids.dtype not in _ID_DTYPES:
+            got = f"{tuple(input_ids.shape)} of {input_ids.dtype}" if is_tensor else type(input_ids).__name__
+            raise PagedCacheError(f"input_ids must be an integer tensor [rows, tokens], got {got}")
+        return input_ids
+
+    def _why_not_drop(self) -> str | None:
+        """Why tokens inside the history cannot be deleted; None if they can."""
+        state = self._state
+        if self._hosts or any(group.window is not None for group in state.groups):
+            return "layers with a window or a recurrent state do not hold all of the history"
+        if any(group.dense is not None or any(group.formats.values()) for group in state.groups):
+            return "moving the tokens behind would encode them a second time"
+        return architectures.why_keys_have_positions(self._config)

@@ -1,0 +1,532 @@
+"""One attention layer of a `PagedCache`, with the methods that `transformers` calls on a layer."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_paged_cache.attention import compiled_step, graph_operator
+from hf_paged_cache.attention.masks import PagedLength, StaticLength
+from hf_paged_cache.attention.view import StoredKV
+from hf_paged_cache.errors import WAYS_TO_CHANGE, CacheMismatchError, PagedCacheError, UnstorableValueError
+from hf_paged_cache.forward.state import CacheState
+from hf_paged_cache.host.lazy_tensor import dense
+from hf_paged_cache.kernels import dispatch
+from hf_paged_cache.kernels.autocast import as_attended
+from hf_paged_cache.kernels.call import LayerBlocks
+from hf_paged_cache.store.static_group import StaticGroup
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
+    """A layer whose K and V lie in blocks.
+
+    Rows, lengths and blocks belong to the cache as a whole, so whatever changes them (`crop`, `reset`,
+    reordering) is called on the cache.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, state: CacheState, layer_idx: int) -> None:
+        self._state = state
+        self.layer_idx = layer_idx
+        self._last_seen: tuple[Any, ...] | None = None
+        self._last_read: weakref.ref[StoredKV] | None = None
+
+    def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
+        """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
+        twin = copy.copy(self)
+        twin._state, twin._last_read = state, None
+        return twin
+
+    def forget(self) -> None:
+        """Expect other K and V than so far, as when saved ones were loaded."""
+        self._last_seen = self._last_read = None
+
+    # --- what attention calls -------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take a place in a pool for K `[batch, kv_heads, tokens, head_dim]` and V of these shapes."""
+        if self.layer_idx not in self._state.blocks:
+            if not _have_content(key_states, value_states):
+                self._raise_mismatch(key_states, value_states)
+            self._state.claim(self.layer_idx, as_attended(key_states), as_attended(value_states))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new K and V into blocks; return all that attention may see.
+
+        Args:
+            key_states: `[batch, kv_heads, new tokens, head_dim]`.
+            value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
+            *args: Ignored; newer versions of `transformers` pass more.
+            **kwargs: Ignored.
+
+        Returns:
+            K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when touched; dense tensors
+            where a gradient is wanted, or the model's attention is none of this package.
+
+        Raises:
+            CacheMismatchError: Shape, dtype or device do not fit what the cache holds, or there are no new
+                tokens.
+            PoolExhausted: No room; nothing was written in any layer.
+            UnstorableValueError: A quantized layer was given NaN, infinity, or too large a magnitude. The
+                step is taken back.
+            QuantizationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
+        """
+        state = self._state
+        key_states, value_states = as_attended(key_states), as_attended(value_states)
+        if torch.compiler.is_compiling():
+            if state.can_be_static and state.would_be_static(key_states.device):
+                return self._update_compiled(key_states, value_states)
+            return self._update_between_graphs(key_states, value_states)  # type: ignore[no-any-return]
+        if state.is_static and state.tokens[self.layer_idx] == state.step_end:
+            state.pull()
+        # What another cache shows of its layers has no storage that a kernel could read.
+        key_states, value_states = dense(key_states), dense(value_states)
+        self._check(key_states, value_states)
+        _check_data(self.layer_idx, key_states, value_states)
+        start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
+        joins = state.is_open and state.is_next_in_step(self.layer_idx)
+        is_first = not joins or start + new_tokens != state.step_end
+        if is_first:
+            state.begin_step(self.layer_idx, key_states, value_states)
+        else:
+            state.join_step(self.layer_idx)
+        try:
+            stored = self._store(key_states, value_states, state.step_start)
+        except BaseException:
+            if state.is_open:  # not taken back yet
+                state.abort_step()
+            raise
+        wants_gradients = key_states.requires_grad or value_states.requires_grad
+        if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
+            return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
+        if state.is_attended():
+            return stored.views()
+        keys, values = stored.dense()  # a compiler around the host's attention (flex) sees nothing in a view
+        return keys.contiguous(), values.contiguous()
+
+    def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
+        """Write what this layer brings to the step in progress."""
+        state = self._state
+        if self.layer_idx not in state.blocks:
+            self.lazy_initialization(key_states, value_states)
+        blocks = state.blocks[self.layer_idx]
+        stored_keys, stored_values = key_states, value_states
+        if key_states.requires_grad or value_states.requires_grad:
+            # What is stored is a constant; a backend in torch would else make the pool part of the graph.
+            if torch.is_grad_enabled() and state.gradients_from is None:
+                state.gradients_from = start
+            stored_keys, stored_values = key_states.detach(), value_states.detach()
+        if blocks.records is not None:
+            self._write_quantized(blocks, stored_keys, stored_values, start)
+        else:
+            dispatch.write(blocks, stored_keys, stored_values, start)
+        state.compare_rows(stored_keys, stored_values)
+        state.written(self.layer_idx)
+        first = self._first_visible(start)
+        return StoredKV(state, blocks, self.layer_idx, first, state.step_end, key_states, value_states)
+
+    def update_traced(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, cache: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for a forward that is being compiled; `cache` is what `traced.register` gave."""
+        tokens = self._state.tokens
+        key_states, value_states = as_attended(key_states), as_attended(value_states)
+        start, end = tokens[self.layer_idx], tokens[self.layer_idx] + key_states.shape[2]
+        visible = end - self._first_visible(start)
+        keys, values = graph_operator.update(key_states, value_states, cache, self.layer_idx, start, visible)
+        tokens[self.layer_idx] = end  # the compiler does not see that the operator does it
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that the next forward of `query_length` tokens will attend."""
+        if query_length == 0:
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: no new tokens. The cache already holds {self.get_seq_length()} "
+                "tokens per row, and the prompt has no more than that; pass a longer prompt, "
+                "`cache.crop(...)` what differs, or `cache.reset()`"
+            )
+        state = self._state
+        state.has_masks = True
+        self._settle()
+        state.check_chunk(query_length, is_warm=state.tokens[self.layer_idx] > 0)
+        if state.is_static and state.batch:
+            if torch.compiler.is_compiling():
+                return state.row_capacity_tokens, 0
+            if query_length == 1 and state.is_attended():
+                return StaticLength(state.row_capacity_tokens, state.check_static_room), 0
+            state.pull()
+        tokens = state.tokens[self.layer_idx]
+        first = self._first_visible(tokens)
+        length = tokens - first + query_length
+        if torch.compiler.is_compiling():
+            return length, first
+        state.check_before_layers()
+        if not state.is_attended():
+            return length, first  # nobody but the mask function of this package knows more than an int
+        announced = PagedLength(length)
+        announced.note = partial(state.note_mask, tokens, query_length)
+        return announced, first
+
+    def get_seq_length(self) -> int:
+        """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
+        self._settle()
+        if self._state.is_static and self._state.batch:
+            if torch.compiler.is_compiling() and self.is_initialized:
+                return self.length_tensor()  # type: ignore[return-value]  # as static layers of the host do
+            self._state.pull()
+        return self._state.tokens[self.layer_idx]
+
+    def length_tensor(self) -> torch.Tensor:
+        """Tokens of a static row, as the device knows it; the host does not wait for it."""
+        return self._static_group().length_tensor(self.layer_idx)
+
+    def get_max_length(self) -> int:
+        """Tokens that a static row can hold, otherwise -1: the pool bounds the sum over rows."""
+        return self._state.row_capacity_tokens if self._state.is_static else -1
+
+    # --- what people read -----------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
+
+        Zeros stand for what is not stored: tokens outside a window, left padding.
+        """
+        views = self._stored_views()
+        return views[0] if views else None
+
+    @keys.setter
+    def keys(self, value: object) -> NoReturn:
+        self._refuse_assignment("keys")
+
+    @keys.deleter
+    def keys(self) -> NoReturn:
+        self._refuse_assignment("keys")
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Stored V `[batch, kv_heads, tokens, v_head_dim]`, dense when touched; None if there is none."""
+        views = self._stored_views()
+        return views[1] if views else None
+
+    @values.setter
+    def values(self, value: object) -> NoReturn:
+        self._refuse_assignment("values")
+
+    @values.deleter
+    def values(self) -> NoReturn:
+        self._refuse_assignment("values")
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]  # an attribute in the host
+        """Whether a decode step of this layer can be compiled."""
+        return self._state.is_static
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute in the host
+        """Whether K and V of this layer have a place, in rows that there are."""
+        return self._blocks is not None and self._state.batch > 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the stored K and V."""
+        return None if self._blocks is None else self._blocks.keys.device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the stored K and V."""
+        return None if self._blocks is None else self._blocks.keys.dtype
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the kernels that serve this layer; None before the first update."""
+        return None if self._blocks is None else dispatch.backend_name(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.get_seq_length()} tokens)"
+
+    # --- what belongs to the cache --------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("reset")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("crop")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refused: rows belong to the cache."""
+        self._refuse("batch_select_indices")
+
+    def offload(self) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
+
+    def prefetch(self) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """See to what an ended forward has left; steps over static rows are compiled whole, and refuse."""
+        if self._state.is_settled:
+            return
+        if not torch.compiler.is_compiling():
+            self._state.settle()
+        elif not self._state.is_static:
+            self._settle_between_graphs()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
+    def _settle_between_graphs(self) -> None:
+        """A graph cannot look at the stack. It is broken only after a forward that has failed."""
+        self._state.settle()
+
+    def _first_visible(self, tokens: int) -> int:
+        """First stored token that a query after `tokens` tokens attends."""
+        return 0
+
+    def _stored_views(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self._blocks is None or not self._state.batch:
+            return None
+        tokens = self.get_seq_length()
+        # Whoever reads `keys` and then `values` (every cross-attention does) gets two views of one thing.
+        stored = self._last_read() if self._last_read is not None else None
+        if (
+            stored is None
+            or stored.state is not self._state  # a deep copy keeps the reference of its original
+            or stored.end != tokens
+            or not stored.is_current
+        ):
+            self._state.check_reader(self.layer_idx)
+            start = self._first_visible(tokens)
+            stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
+            self._last_read = weakref.ref(stored)
+        if self._state.gradients_from is not None and torch.is_grad_enabled():
+            return stored.in_graph(*stored.views())
+        return stored.views()
+
+    def _static_group(self) -> StaticGroup:
+        group = self._state.group_of(self.layer_idx)
+        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
+        return group
+
+    def _update_compiled(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group = self._state.group_of(self.layer_idx) if self._state.batch else None
+        if not isinstance(group, StaticGroup) or self.layer_idx not in group.static_blocks:
+            compiled_step.refuse(
+                "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
+                "call the model itself for it (`generate` does, unless `prefill_chunk_size` is given)"
+            )
+            raise AssertionError("refuse has raised")
+        if self._state.has_open_step:
+            compiled_step.refuse(
+                "a forward was interrupted and left some layers behind; call the model itself once, which "
+                "takes it back, or `cache.reset()`"
+            )
+        return compiled_step.update(
+            group.static_blocks[self.layer_idx],
+            group.window,
+            key_states,
+            value_states,
+            remember=self._state.is_attended(),
+            is_vetted=self.layer_idx in group.vetted,
+            reader=group.readers.get(self.layer_idx),
+            wants_gradients=self._state.gradients_from is not None,
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
+    def _update_between_graphs(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for a forward that somebody has compiled: its graphs take dense tensors."""
+        keys, values = self.update(key_states, value_states)
+        return dense(keys), dense(values)
+
+    @property
+    def _blocks(self) -> LayerBlocks | None:
+        return self._state.blocks.get(self.layer_idx)
+
+    def _write_quantized(
+        self, blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
+    ) -> None:
+        state, group = self._state, self._state.group_of(self.layer_idx)
+        if group.is_unguarded(self.layer_idx):
+            state.change(partial(group.check_keys, self.layer_idx, key_states, start))
+        try:
+            dispatch.write(blocks, key_states, value_states, start)
+        except UnstorableValueError as error:
+            raise UnstorableValueError(
+                f"layer {self.layer_idx}: {error}. The step is taken back. Look for what makes the model "
+                f"overflow, or keep the layer as it is: layer_dtypes={{{self.layer_idx}: 'auto'}}"
+            ) from error
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""
+        seen = (key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device)
+        if seen == self._last_seen and self._state.batch == seen[0][0]:
+            return
+        if not self._fits(key_states, value_states):
+            self._raise_mismatch(key_states, value_states)
+        self._last_seen = seen
+
+    def _fits(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        blocks, batch = self._blocks, self._state.batch
+        k, v = key_states.shape, value_states.shape
+        if len(k) != 4 or len(v) != 4 or k[:3] != v[:3] or key_states.dtype != value_states.dtype:
+            return False
+        if not _have_content(key_states, value_states):
+            return False
+        if batch and k[0] != batch:
+            return False
+        return blocks is None or (
+            k[1] == blocks.keys.shape[1]
+            and k[3] == blocks.keys.shape[3]
+            and v[3] == blocks.values.shape[3]
+            and key_states.dtype == blocks.keys.dtype
+            and key_states.device == blocks.keys.device
+        )
+
+    def _raise_mismatch(self, key_states: torch.Tensor, value_states: torch.Tensor) -> NoReturn:
+        batch, blocks = self._state.batch, self._blocks
+        if self._state.is_next_in_step(self.layer_idx):
+            self._state.abort_step()  # earlier layers have written tokens that this one can not
+        got = (
+            f"K {tuple(key_states.shape)} {key_states.dtype} on {key_states.device} and "
+            f"V {tuple(value_states.shape)} {value_states.dtype}"
+        )
+        if key_states.dim() != 4 or value_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3]:
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must be [batch, kv_heads, tokens, head_dim] and agree in "
+                f"the first three; got {got}"
+            )
+        if not _have_content(key_states, value_states):
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must have at least one row, one kv head and one channel; "
+                f"got {got}"
+            )
+        if batch and key_states.shape[0] != batch:
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: the cache holds {batch} rows, got {got}. Use "
+                "`cache.batch_repeat_interleave(n)` to give every row n copies, "
+                "`cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for a new batch"
+            )
+        if blocks is None:
+            raise CacheMismatchError(
+                f"layer {self.layer_idx}: K and V must have one dtype; got {got}. Run the model under "
+                "`torch.autocast`, whose dtype both are stored in, or cast them before `cache.update(...)`"
+            )
+        expected = (
+            f"{blocks.keys.shape[1]} kv heads, head_dim {blocks.keys.shape[3]} (K) and "
+            f"{blocks.values.shape[3]} (V), {blocks.keys.dtype} on {blocks.keys.device}"
+        )
+        raise CacheMismatchError(
+            f"layer {self.layer_idx}: this cache stores {expected}; got {got}. A cache serves one model in "
+            "one dtype on one device, and under `torch.autocast` that is the dtype of autocast: go on as the "
+            "cache was filled, or make a new PagedCache"
+        )
+
+    def _refuse_assignment(self, name: str) -> NoReturn:
+        raise PagedCacheError(
+            f"`{name}` of layer {self.layer_idx} cannot be assigned or deleted: it is read from the blocks "
+            f"of the cache. {WAYS_TO_CHANGE}"
+        )
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise PagedCacheError(
+            f"`{method}` of a single layer: the layers of a PagedCache share their blocks; call "
+            f"`cache.{method}(...)`"
+        )
+
+
+class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
+    """A layer that attends a window (sliding or chunked attention): blocks outside it are given back.
+
+    Attributes:
+        sliding_window: Tokens a query sees, itself included.
+    """
+
+    is_sliding = True
+
+    def __init__(self, state: CacheState, layer_idx: int, sliding_window: int) -> None:
+        super().__init__(state, layer_idx)
+        self.sliding_window = sliding_window
+        self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]  # an attribute in the host
+        """Tokens per row that this layer has seen, under the name that window layers of the host have."""
+        return self.get_seq_length()
+
+    @property
+    def record_past(self) -> bool:
+        """Whether blocks outside the window are kept until the next `crop`."""
+        return self._state.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._state.record_past = value
+
+    def activate_past_recording(self) -> None:
+        """Keep what the window would drop, so that `crop` can roll back."""
+        self._state.record_past = True
+
+    def get_max_length(self) -> int:
+        """Tokens a query sees."""
+        return self.sliding_window
+
+    def _first_visible(self, tokens: int) -> int:
+        return max(0, tokens - (self.sliding_window - 1))
+
+
+def _have_content(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+    """Whether K and V `[batch, kv_heads, tokens, head_dim]` have rows, heads and channels, if not tokens."""
+    batch, kv_heads, _, head_dim = key_states.shape
+    return min(batch, kv_heads, head_dim, value_states.shape[3]) > 0
+
+
+def refuse_to_move(method: str) -> NoReturn:
+    """Raise what calls of `offload` and `prefetch` get.
+
+    Raises:
+        PagedCacheError: Always.
+    """
+    raise PagedCacheError(
+        f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
+        "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
+    )
+
+
+def _check_data(layer_idx: int, *sides: torch.Tensor) -> None:
+    """Raise CacheMismatchError if nobody has computed K or V, or a transform keeps the numbers to itself."""
+    for states in sides:
+        try:
+            has_data = states.untyped_storage().device.type != "meta"
+        except NotImplementedError:  # torch's word for a tensor that stands for others
+            has_data = False
+        if not has_data:
+            raise CacheMismatchError(
+                f"layer {layer_idx}: K and V have no data, as on the meta device, in FakeTensorMode and "
+                "inside transforms of torch.func, and a paged cache stores data. Use a DynamicCache there; "
+                "`plan_memory` tells sizes without a forward"
+            )

@@ -1,0 +1,556 @@
+"""`PagedCache`: a `transformers.Cache` whose K and V lie in preallocated blocks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Never, Self
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from hf_paged_cache.attention import graph_operator
+from hf_paged_cache.attention.masks import check_length
+from hf_paged_cache.attention.paged_attention import activate, watch
+from hf_paged_cache.blocks import BlockCounters
+from hf_paged_cache.config import KeyErrorGuard, KVCacheDtype, LayerDtype, PagedCacheConfig, unknown_arguments
+from hf_paged_cache.display import html
+from hf_paged_cache.display.stats import CacheStats, GroupStats, MemoryFootprint
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
+from hf_paged_cache.formats import DEFAULT_GROUP_SIZE
+from hf_paged_cache.forward.recurrent_state import HostContract, HostParts
+from hf_paged_cache.forward.state import CacheState
+from hf_paged_cache.host import architectures, compat, running_forward
+from hf_paged_cache.host.lazy_tensor import dense
+from hf_paged_cache.kernels import dispatch
+
+from .arguments import as_count, as_rows
+from .editing import CacheTools
+from .hybrid_layer import PagedIndexedLayer
+from .layer import PagedLayer, refuse_to_move
+from .layers import check_layers, make_layer
+from .legacy_names import DeprecatedReads
+
+
+class PagedCache(CacheTools, DeprecatedReads, HostContract):
+    """A KV cache in fixed-size blocks of a preallocated pool, for `generate` and plain forwards.
+
+    ```python
+    cache = PagedCache(model)
+    model.generate(**inputs, past_key_values=cache)  # `cache=cache` from transformers 5.24 on
+    ```
+
+    Pools are allocated at the first update, on the device of the layers; decoding then allocates nothing that
+    grows with the context. Rows share blocks by reference: reordering beams, repeating and selecting rows
+    move integers, and a block is copied only when a row writes into one that others hold too. The idea of
+    blocks and tables is that of PagedAttention (Kwon et al., 2023, vLLM).
+
+    Constructing a cache activates paged attention on the model or config given (see `hf_paged_cache.disable`
+    and `hf_paged_cache.paged_attention`). The model computes the same as before with any other cache.
+
+    Cached K and V are stored without their graph: a gradient that arrives at tokens which wanted one when
+    they were stored is an error, and no gradient flows into the others. It subclasses
+    `DynamicCache`, so that the host's type checks (`EncoderDecoderCache.crop`, Whisper) let it pass.
+
+    Args:
+        config_or_model: The model, or its config. A model is better: its decoder may hold a config of its
+            own.
+        block_size: Tokens per block; a power of two from 16 to 256. Layers with a short window have smaller
+            ones (`PagedCacheConfig.block_size_of`).
+        kv_cache_dtype: How K and V are stored: `auto` in the model's dtype; `int8`, `fp8`, `k8v4`, `int4` in
+            so many bits, read in place by the kernels; `int8_block` and `int4_group` as textbooks do it, to
+            compare with; `adaptive` is `int4` for a prompt (the first forward) of at most
+            `adaptive_threshold` tokens, and `int8` for a longer one.
+        max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default goes up to
+            the model's `max_position_embeddings` for every row, and to `gpu_memory_utilization` of the free
+            memory. On a CPU the pool has that from the start, since memory that was never written is not
+            resident (but for what the machine could never hold); on a GPU it begins with the length at which
+            `generate` stops (in a loop of forwards with the prompt and 256 tokens a row) and grows.
+        gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
+            may take by default; an explicit `max_tokens` is taken at its word.
+        compile: On a GPU, let `generate` compile its decode step and replay it as a CUDA graph. Every row
+            then has its share of the pool from the start, so choose `max_tokens` as (longest sequence) x
+            (rows). Experimental. Without effect on other devices and for models with layers that are not
+            paged. Only with `kv_cache_dtype="auto"`.
+        group_size: Channels of a group of `int4_group`, for all layers, or layer index -> number.
+        layer_dtypes: Layer index -> format, for layers that differ from `kv_cache_dtype`.
+        residual_length: Newest tokens that quantized layers keep in the model's dtype, in whole blocks, the
+            one being filled included. The default is one block where K has 4 bits or blocks are encoded as a
+            whole, otherwise none.
+        sink_tokens: First tokens of every row that they keep, in whole blocks. The default is one block where
+            K has 4 bits, otherwise none.
+        key_error_guard: What to do with a layer whose keys lose too much in 4 bits, seen at its first full
+            block: `on` stores its keys in int8 and says so once, `error` raises, `off` does not look.
+        adaptive_threshold: Tokens of the longest prompt that `adaptive` stores in int4.
+        max_cache_len: Capacity in tokens of each row, by the name that `StaticCache` has for it, in place of
+            `max_tokens`: the pool gets as much for every row of the first forward. Rows draw on one pool, so
+            it is no limit of a single row.
+        config: `config_or_model`, by the name that the caches of transformers have for it.
+        **unknown: None: other names are refused, with the nearest that there are.
+
+    Raises:
+        PagedCacheError: An argument is out of range or of the wrong type, or not known.
+        UnsupportedLayerError: The model has a layer kind, or a cache of its own, that this cache cannot stand
+            in for.
+    """
+
+    def __init__(
+        self,
+        config_or_model: object = None,
+        *,
+        block_size: int = 64,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        max_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        compile: bool = False,
+        group_size: int | Mapping[int, int] = DEFAULT_GROUP_SIZE,
+        layer_dtypes: Mapping[int, LayerDtype] | None = None,
+        residual_length: int | None = None,
+        sink_tokens: int | None = None,
+        key_error_guard: KeyErrorGuard = "on",
+        adaptive_threshold: int = 512,
+        max_cache_len: int | None = None,
+        config: PreTrainedConfig | None = None,
+        **unknown: Never,
+    ) -> None:
+        if unknown:
+            raise unknown_arguments(unknown, {field.name for field in fields(PagedCacheConfig)} | {"config"})
+        if config is not None and config_or_model is not None:
+            raise PagedCacheError("config and config_or_model name the same thing; give one of them")
+        config_or_model = config if config_or_model is None else config_or_model
+        settings = PagedCacheConfig(
+            block_size,
+            kv_cache_dtype,
+            max_tokens,
+            gpu_memory_utilization,
+            compile,
+            group_size,
+            {} if layer_dtypes is None else layer_dtypes,
+            residual_length,
+            sink_tokens,
+            key_error_guard,
+            adaptive_threshold,
+            max_cache_len,
+        )
+        config, model = compat.resolve_config(config_or_model)
+        specs = architectures.layer_specs(config)
+        order = architectures.write_order(config, len(specs))
+        paged = {index: specs[index][0] for index in order if specs[index][0].is_paged}
+        check_layers(settings, specs, paged)
+        self._state = CacheState(settings, paged, architectures.max_positions(config))
+        self.layers: list[Any]
+        layers = [make_layer(self._state, index, *spec) for index, spec in enumerate(specs)]
+        Cache.__init__(self, layers=layers)
+        self._num_layers = len(specs)
+        self._hosts = HostParts(
+            self._state,
+            {
+                index: getattr(layer, "host_part", None) or layer
+                for index, layer in enumerate(self.layers)
+                if not specs[index][0].is_paged or hasattr(layer, "host_part")
+                if specs[index][0].layer_type not in architectures.EMPTY_LAYER_TYPES
+            },
+            architectures.fixed_layers(config) | architectures.layers_without_indexer(config),
+        )
+        self._state.chunk_fault = architectures.chunk_fault(config)
+        self._state.has_outside_state = architectures.has_outside_state(config)
+        self._state.is_encoder_decoder = config.is_encoder_decoder
+        is_all_paged = len(paged) == len(specs) and not self._hosts
+        self._state.can_be_static = compile and is_all_paged and not config.is_encoder_decoder
+        self._config = config
+        self._model = None if model is None else weakref.ref(model)
+        activate(config_or_model)
+        self._state.is_attended = watch(config_or_model)
+        self._introduce()
+
+    # --- the contract of transformers.Cache -----------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new K and V of one layer; return all that its attention may see.
+
+        Args:
+            key_states: `[batch, kv_heads, new tokens, head_dim]`.
+            value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
+            layer_idx: Index of the layer.
+            *args: What newer versions of `transformers` pass; not needed here.
+            **kwargs: The same.
+
+        Returns:
+            K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when anything but paged
+            attention touches them; dense tensors where that is off.
+
+        Raises:
+            CacheMismatchError: The tensors do not fit what the cache holds, or there are no new tokens.
+            PoolExhausted: No room. Nothing was written in any layer, and the cache stays usable.
+            UnstorableValueError: A quantized layer was given NaN, infinity, or too large a magnitude. The
+                step is taken back.
+            QuantizationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
+        """
+        if not 0 <= layer_idx < self._num_layers:
+            raise CacheMismatchError(
+                f"layer {layer_idx}: this cache was made for a model with {self._num_layers} layers; make a "
+                "new PagedCache(model) for this one. Layers appended to `cache.layers` cannot be used"
+            )
+        if torch.compiler.is_compiling() and self._is_traced(key_states, value_states, layer_idx):
+            layer: PagedLayer = self.layers[layer_idx]
+            return layer.update_traced(key_states, value_states, self._number)
+        if self._hosts:
+            self._hosts.enter(("kv", layer_idx))
+        self._spread_rows(key_states.shape[0])
+        try:
+            keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        except BaseException:
+            if not self._state.is_open:
+                self._state.give_back_rows(self._hosts)
+            raise
+        return keys, values
+
+    def update_in_graph(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, for a graph that the user has compiled: dense K and V in memory of their own."""
+        held = self._state.tokens[layer_idx]
+        if held != start:
+            raise CacheMismatchError(
+                f"layer {layer_idx} holds {held} tokens per row, and the compiled forward goes on from "
+                f"{start}: the cache was changed in between. Compile the model's forward alone, and change "
+                "the cache outside"
+            )
+        call = None if self._state.is_open else running_forward.current()
+        if call is not None and (self._state.has_masks or not self._state.is_encoder_decoder):
+            # A graph that the host made masks in does not show how long they were.
+            check_length(call.attention_mask, start, key_states.shape[2], self._config)
+        keys, values = self.update(key_states, value_states, layer_idx)
+        return _apart(dense(keys), key_states), _apart(dense(values), value_states)
+
+    def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
+        """Whether a step that is being compiled calls an operator for a layer: it has no backward."""
+        wants_grad = torch.is_grad_enabled() and (
+            key_states.requires_grad or value_states.requires_grad or self._state.gradients_from is not None
+        )
+        return (
+            isinstance(self.layers[layer_idx], PagedLayer)
+            and not wants_grad
+            and not self._state.would_be_static(key_states.device)
+        )
+
+    def _settle(self) -> None:
+        """See to what an ended forward has left."""
+        self._hosts.settle()
+        self._state.settle()
+
+    def _spread_rows(self, rows: int) -> None:
+        """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
+        if self._num_rows != 1 or rows < 2 or torch.compiler.is_compiling():
+            return
+        self._state.take(None)
+        if self._num_rows == 1 and not self._state.is_open and not self._state.is_static:
+            self._state.spread_rows(rows, self._hosts)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
+        if self._hosts:
+            self._enter_read()
+        length: Any = super().get_seq_length(layer_idx)
+        if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
+            return length  # type: ignore[no-any-return]
+        return compat.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
+
+    def _meet_prompt(self, tokens: int, ids: torch.Tensor | None, model: torch.nn.Module | None) -> int:
+        """How many of the tokens of a prompt are left to feed.
+
+        A prompt that is all cached has its last token computed again. Raises CacheMismatchError if it is
+        shorter than what is cached, or another text.
+        """
+        state, held = self._settled("generate"), self._num_tokens
+        if tokens < held:
+            note = "" if state.chunk_fault is None else f". And {state.chunk_fault}"
+            raise CacheMismatchError(
+                f"the prompt has {tokens} tokens, but the cache already holds {held} per row. Pass the whole "
+                "conversation, longer than what is cached; `cache.truncate_to(input_ids)` keeps what an "
+                f"edited conversation shares with the cached one, `cache.reset()` starts anew{note}"
+            )
+        if ids is not None and ids.shape[1] == tokens:
+            state.history.check_prompt(ids)
+        if tokens == held and held:
+            state.check_prompt_of(model)
+            try:
+                self.crop(-1)
+            except (PagedCacheError, RuntimeError) as error:
+                raise CacheMismatchError(
+                    f"the prompt has {tokens} tokens and all of them are cached, so that the last one would "
+                    f"have to be taken back and fed again, but: {error}"
+                ) from error
+            return 1
+        return tokens - held
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that the next forward of `query_length` tokens will attend.
+
+        Raises:
+            CacheMismatchError: There are no new tokens, or more at once than the model can take after a
+                history.
+        """
+        if self._hosts:
+            self._enter_read()
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        return length, offset
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Position of the next query; a tensor where the host would have to wait for the number."""
+        layer = self.layers[layer_idx]
+        if self._state.is_static and self._state.batch and layer.is_initialized:
+            return layer.length_tensor()
+        return self.get_seq_length(layer_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row and give their blocks back.
+
+        Bytes stay as they are. But K of `int4` and all of `int8_block` are encoded in whole blocks: what is
+        left of a block that was full has been rounded beside the tokens that went, and is rounded again when
+        the block is full again, each time by no more than the format's error. To ask several questions of
+        one text such that none moves the answer to another, ask a `fork()` of the cache for each.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens to remove; 0 is safe. As in the installed
+                `transformers`: before 5.18 a positive number is the length to keep, later it is an error.
+
+        Raises:
+            PagedCacheError: A window layer no longer holds what the shorter length needs.
+        """
+        state = self._settled("crop")
+        tokens = self._num_tokens
+        number = as_count("crop", "tokens_to_remove", tokens_to_remove)
+        count = compat.tokens_to_remove(number, tokens)
+        is_all = count >= tokens > 0
+        state.check_crop(count)
+        self._hosts.check_crop(count, is_all=is_all)
+
+        def make() -> None:
+            self._hosts.crop(count, is_all=is_all)
+            state.crop(count)
+
+        state.change(make, self._hosts)
+
+    def activate_past_recording(self) -> None:
+        """Keep what window and recurrent layers would drop, until a `crop`, which can then roll back.
+
+        Raises:
+            CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
+                prompt then, after what is cached.
+        """
+        prompt, held = running_forward.drafts_feed_all_of(), self._num_tokens
+        if prompt is not None and held:
+            raise CacheMismatchError(
+                f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "
+                f"tokens after the {held} per row that the cache already holds. Pass only the ids that are "
+                "not cached, with the attention_mask of all; call `cache.reset()`; or go on without drafts"
+            )
+        super().activate_past_recording()  # type: ignore[no-untyped-call]  # the host's
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
+        self._take_rows(as_rows("reorder_cache", "beam_idx", beam_idx, self._num_rows, may_be_mask=False))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Give every row `repeats` copies beside each other, by reference."""
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise PagedCacheError(f"repeats must be a positive number of copies per row, got {repeats!r}")
+        self._settled("batch_repeat_interleave")
+        self._take_rows([row for row in range(self._num_rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
+        self._settled("batch_select_indices")
+        batch = self._num_rows
+        self._take_rows(as_rows("batch_select_indices", "indices", indices, batch, may_be_mask=True))
+
+    def reset(self) -> None:
+        """Forget everything; pools stay allocated, and the next batch may have another size."""
+        self._state.check_thread()
+        self._state.reset(self._hosts)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("offload")
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refused: blocks are not moved between devices."""
+        refuse_to_move("prefetch")
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, or -1 before the first update."""
+        self._settle()
+        return self._num_rows or -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile the decode step: asked for by `compile=True`, and on a GPU."""
+        state = self._state
+        if state.groups:
+            return state.is_static and state.is_attended()
+        device = compat.expected_device(self._model() if self._model is not None else None)
+        return state.would_be_static(device)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+    def __repr__(self) -> str:
+        stats, state = self.stats(), self._state
+        return (
+            f"{type(self).__name__}({len(self.layers)} layers, {stats.batch} rows x {stats.tokens} tokens, "
+            f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_sizes}, "
+            f"{state.config.kv_cache_dtype})"
+        )
+
+    # --- what a user asks -----------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """Counts of rows, tokens and blocks; of all caches that share the blocks, if this one was forked."""
+        self._settle()
+        self._state.pull()
+        self._state.layer_groups.store.collect()
+        groups = self._state.groups
+        pools = [group.manager.pool for group in groups]
+        return CacheStats(
+            batch=self._num_rows,
+            tokens=self._num_tokens,
+            block_size=self._state.config.block_size,
+            num_blocks=sum(pool.num_blocks for pool in pools),
+            used_blocks=sum(pool.num_referenced for pool in pools),
+            shared_blocks=sum(pool.num_shared for pool in pools),
+            free_blocks=sum(pool.num_free for pool in pools),
+            backend=next((layer.backend for layer in self._paged_layers() if layer.backend), None),
+            layer_dtypes=self._state.layer_dtypes(),
+            moved_layers=self._state.layer_groups.moved_layers(),
+            bytes_by_format=self._state.layer_groups.bytes_by_format(),
+            equal_rows=self._state.equal_rows,
+            counters=sum((pool.counters for pool in pools), BlockCounters()),
+            groups=tuple(
+                GroupStats(
+                    group.window, tuple(group.specs), group.block_size, pool.num_blocks, tuple(pool.runs())
+                )
+                for group, pool in zip(groups, pools, strict=True)
+            ),
+        )
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows the cache."""
+        name, asked = type(self).__name__, self._state.config.kv_cache_dtype
+        try:
+            return html.as_html(name, asked, len(self.layers), self.stats(), self.memory_footprint())
+        except (PagedCacheError, PoolExhausted) as error:  # as of compiled steps that went past their rows
+            return html.as_message(name, str(error))
+
+    def memory_footprint(self) -> MemoryFootprint:
+        """Exact bytes of pools, tables, scratch, and of layers that are not paged.
+
+        Pools, and what is used of them, are those of all caches that share them.
+        """
+        self._settle()
+        self._state.layer_groups.store.collect()
+        groups = self._state.groups
+        return MemoryFootprint(
+            pool_bytes=sum(group.pool_bytes for group in groups),
+            used_bytes=sum(group.used_bytes for group in groups),
+            table_bytes=sum(group.table_bytes for group in groups),
+            scratch_bytes=dispatch.scratch_bytes(),
+            host_bytes=self._hosts.nbytes,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise an AssertionError if blocks were lost, or counts, tables and layers disagree."""
+        self._settle()
+        self._state.pull()
+        self._state.check_integrity()
+
+    # --- copies ---------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same contents in blocks of its own, for the model, or for a copy that this call makes of it."""
+        self._settled("deepcopy")
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo) if name != "_config" else value)
+        twin._state.forget_user()
+        twin._introduce()
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """As the config, the settings and `state_dict()`; the model is not part of it."""
+        settings = {field.name: getattr(self._state.config, field.name) for field in fields(PagedCacheConfig)}
+        # Forks may have enlarged the pool, and this cache have gone on into that room.
+        per_row = -(-self._num_tokens // settings["block_size"]) * settings["block_size"]
+        for name, held in (("max_tokens", self._num_rows * per_row), ("max_cache_len", per_row)):
+            if settings[name] is not None:
+                settings[name] = max(settings[name], held)
+        contents = io.BytesIO()
+        # Not as tensors: another process that is being spawned would be promised memory that ends with them.
+        torch.save(self.state_dict(), contents)
+        return _unpickle, (type(self), self._config, settings, contents.getvalue())
+
+    def _with_state(self, state: CacheState) -> Self:
+        memo: dict[int, Any] = {id(self._state): state}
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        twin._state = state
+        twin.layers = [
+            layer.of_fork(state, memo) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
+            for layer in self.layers
+        ]
+        twin._hosts = copy.deepcopy(self._hosts, memo)
+        twin._introduce()
+        return twin
+
+    def _introduce(self) -> None:
+        """Tell those of it who find a cache by other ways than its name."""
+        self._number = graph_operator.register(self)
+        reference = weakref.ref(self)
+
+        def announce() -> None:
+            if (cache := reference()) is not None:
+                cache._enter_read()
+
+        for layer in self.layers:
+            if isinstance(layer, PagedIndexedLayer):
+                layer.announce_reads_to(announce)
+
+    def _paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def _num_rows(self) -> int:
+        return self._state.batch or self._hosts.batch
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._state.step_end or self._hosts.num_tokens
+
+    def _take_rows(self, row_indices: list[int]) -> None:
+        """Make the rows copies of the given old rows, everywhere."""
+        self._settled("moving rows")
+        batch = self._num_rows
+        rows = self._state.checked_rows(row_indices, batch) if batch else []
+        if rows:
+            self._state.reorder(rows, self._hosts)
+
+
+def _unpickle(
+    kind: type[PagedCache], config: object, settings: dict[str, Any], contents: bytes
+) -> PagedCache:
+    cache = kind(config, **settings)
+    cache.load_state_dict(torch.load(io.BytesIO(contents), weights_only=True))
+    return cache
+
+
+def _apart(stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and not the tensor that came: an operator must not return what it was given."""
+    return stored.clone(memory_format=torch.contiguous_format) if stored is new else stored.contiguous()

@@ -1,0 +1,1 @@
+"""Pictures and numbers of a cache: statistics, HTML for notebooks, plots."""

@@ -1,0 +1,132 @@
+"""What a cache says of itself: counts and exact bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_paged_cache.blocks import KINDS, BlockCounters, BlockRun
+
+from . import plots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFootprint:
+    """Bytes of a cache.
+
+    Attributes:
+        pool_bytes: Preallocated pools. On a CPU the part that was never written is not resident.
+        used_bytes: The part of the pools in blocks that hold tokens.
+        table_bytes: Block tables that kernels read.
+        scratch_bytes: Working memory that kernels keep between calls, shared by all caches of the process.
+        host_bytes: States of layers that are not paged (linear attention, convolutions), kept by the classes
+            of `transformers`.
+    """
+
+    pool_bytes: int
+    used_bytes: int
+    table_bytes: int
+    scratch_bytes: int
+    host_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything that is allocated."""
+        return self.pool_bytes + self.table_bytes + self.scratch_bytes + self.host_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """Counts of the layers that keep the same tokens and so share block ids.
+
+    Attributes:
+        window: Tokens that a query of these layers sees, or None for all.
+        layers: Their indices.
+        block_size: Tokens per block.
+        num_blocks: Blocks of their pool.
+        runs: All blocks in the order of their ids, those that are alike put together.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    runs: tuple[BlockRun, ...] = field(repr=False)
+
+    @property
+    def blocks_by_kind(self) -> dict[str, int]:
+        """Number of blocks that are `free`, `open`, `sealed`, `shared`, `cached` and `pending`.
+
+        A block counts once: `shared` is every block with several holders, `open` and `sealed` are the others.
+        """
+        counts = Counter(dict.fromkeys(KINDS, 0))
+        for run in self.runs:
+            counts[run.kind] += run.num_blocks
+        return dict(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts of a cache, over all layer groups.
+
+    Blocks, bytes and `counters` are those of all caches that share the pools, if some were forked.
+
+    Attributes:
+        batch: Rows.
+        tokens: Tokens seen per row.
+        block_size: Tokens per block, but in layers with a short window: see `GroupStats`.
+        num_blocks: Blocks of all groups.
+        used_blocks: Blocks that hold tokens, each counted once however many rows share it.
+        shared_blocks: Blocks held by more than one row.
+        free_blocks: Blocks that can be taken.
+        backend: The kernels in use: `cpp`, `triton`, `torch` or `reference`; None before the first update.
+        layer_dtypes: Layer index -> the format that the layer is stored in now, which `adaptive` chooses by
+            the first forward and the guard may change. `int4_group+k8` is `int4_group` with K in int8.
+        moved_layers: Layer index -> the format that was asked for, of layers that the guard gave another.
+        bytes_by_format: Format -> bytes of K and V in blocks that hold tokens; `auto` is the model's dtype.
+            They add up to `MemoryFootprint.used_bytes`.
+        equal_rows: Rows of prompts, so far, that were stored by reference to an equal row. A copy of a cache
+            begins with 0.
+        counters: What has happened to blocks since the pools were made.
+        groups: The same by layer group.
+    """
+
+    batch: int
+    tokens: int
+    block_size: int
+    num_blocks: int
+    used_blocks: int
+    shared_blocks: int
+    free_blocks: int
+    backend: str | None
+    layer_dtypes: dict[int, str]
+    moved_layers: dict[int, str]
+    bytes_by_format: dict[str, int]
+    equal_rows: int
+    counters: BlockCounters
+    groups: tuple[GroupStats, ...] = field(repr=False)
+
+    @property
+    def block_sizes(self) -> str:
+        """Tokens per block of all groups, in words: layers with a short window have smaller blocks."""
+        sizes = {group.block_size for group in self.groups} or {self.block_size}
+        return " and ".join(map(str, sorted(sizes, reverse=True)))
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw blocks by what they are, and bytes by format.
+
+        Args:
+            path: Where to write the picture too; its ending chooses the kind (`.png`, `.svg`, `.pdf`).
+
+        Returns:
+            A figure of matplotlib, which a notebook shows.
+
+        Raises:
+            PagedCacheError: matplotlib is not installed.
+        """
+        return plots.draw_stats(self, path)

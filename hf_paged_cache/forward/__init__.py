@@ -1,0 +1,1 @@
+"""One forward: its step, rows, hidden tokens, ids, weights and recurrent states."""

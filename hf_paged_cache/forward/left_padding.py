@@ -1,0 +1,531 @@
+"""Tokens that masks hide: what of them is not stored, and how the rows that have some go on.
+
+A batch of prompts is padded on the left, and the mask of every forward hides the padding. It is not
+stored. A row that ends before the others is filled up, and the mask of the next turn
+hides the filler, in the midst of the row.
+
+What is cached of a token was computed under the mask of its own forward, so later masks are held against it:
+
+- What a mask has hidden stays hidden, or the forward is refused: tokens behind it were computed without it.
+- More may be hidden; new tokens then do not see it, with this cache as with any other. If nothing behind it
+  is shown (filler after a row's end) this is the answer of a fresh run.
+- There are two ways to count positions: `generate` counts the tokens that the mask shows, a plain forward
+  without `position_ids` counts all. Each is right by itself, and a row that was filled in one way and is read
+  in the other answers wrong without a sign of it. So the first new token that is shown stands either next to
+  the last cached one that is shown, or farther by what is hidden between them, and in the way in which hidden
+  tokens before were counted; or the forward is refused. This also refuses a `generate` whose mask hides more
+  inside a row than before, as it does where the host takes pad tokens in a text for padding: it would count
+  what is shown, and the cached tokens stand where they stood.
+
+Every call is looked at, but not every forward: inside one `generate` the host goes on by itself, and on a GPU
+a decode step must not wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_paged_cache.errors import CacheMismatchError
+from hf_paged_cache.host.running_forward import ModelCall, Place
+
+_HIDDEN = -1e4
+"""What an additive mask adds to a score that is not to count, or less."""
+
+
+class Run(NamedTuple):
+    """Tokens of a row, neighbours in place and position.
+
+    Attributes:
+        start: First token.
+        end: One past the last token.
+        position: Of the first token; None if the model does not say it.
+    """
+
+    start: int
+    end: int
+    position: int | None
+
+    @property
+    def next_position(self) -> int | None:
+        """Where the token after these stands."""
+        return None if self.position is None else self.position + self.end - self.start
+
+
+class NotedMask(NamedTuple):
+    """What the mask function told of a forward.
+
+    Attributes:
+        start: Tokens per row before it.
+        new_tokens: That it brings.
+        mask: `[batch, tokens]`, nonzero where a token is real; None if all are.
+    """
+
+    start: int
+    new_tokens: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What is known of a forward before its K and V are stored.
+
+    Attributes:
+        start: Tokens per row that are cached.
+        end: Tokens per row with the new ones.
+        batch: Rows.
+        mask: `[batch, end or more]`, nonzero where a token is real; None if all are, or nothing is known.
+        is_mask_known: Whether it is known.
+        is_noted: Whether that came from the mask function.
+        device: Where the model computes.
+        call: What the stack says of it.
+    """
+
+    start: int
+    end: int
+    batch: int
+    mask: torch.Tensor | None
+    is_mask_known: bool
+    is_noted: bool
+    device: torch.device
+    call: ModelCall
+
+    @classmethod
+    def of(cls, noted: NotedMask | None, start: int, key_states: torch.Tensor, call: ModelCall) -> Forward:
+        """The forward that brings K `[batch, kv_heads, new tokens, head_dim]` after `start` tokens.
+
+        Its mask is what was noted, or what the stack shows.
+        """
+        batch, _, new_tokens, _ = key_states.shape
+        is_noted = noted is not None and noted[:2] == (start, new_tokens)
+        mask, is_known = None, is_noted or call.is_without_mask
+        if noted is not None and is_noted:
+            mask = noted.mask
+        elif call.attention_mask is not None and call.attention_mask.dim() == 2:
+            mask, is_known = call.attention_mask, True
+        if mask is not None and (mask.shape[0] != batch or mask.shape[1] < start + new_tokens):
+            mask, is_known = None, False
+        return cls(start, start + new_tokens, batch, mask, is_known, is_noted, key_states.device, call)
+
+    @property
+    def new_tokens(self) -> int:
+        """That it brings to every row."""
+        return self.end - self.start
+
+    def real(self) -> torch.Tensor:
+        """Which new tokens are real, boolean `[batch, new tokens]` on the CPU."""
+        return self._shown(self.start, self.end)
+
+    def shown_before(self) -> torch.Tensor:
+        """Which cached tokens its mask shows, boolean `[batch, start]` on the CPU."""
+        return self._shown(0, self.start)
+
+    def _shown(self, start: int, end: int) -> torch.Tensor:
+        if self.mask is None:
+            return torch.ones(self.batch, end - start, dtype=torch.bool)
+        return self.mask[:, start:end].to("cpu", torch.bool)
+
+    def positions(self) -> torch.Tensor | None:
+        """Where they stand, `[batch, new tokens]` on the CPU; None if the model does not say it like this."""
+        given = self.call.position_ids
+        if given is None or given.dim() != 2 or given.shape[1] != self.new_tokens:
+            return None
+        return given.cpu().expand(self.batch, -1) if given.shape[0] in (1, self.batch) else None
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What a cache remembers of the tokens that masks have hidden. Never changed, but replaced.
+
+    Attributes:
+        tokens: Of every row, how many of its first tokens are padding; empty if no row begins with any.
+        is_left_out: Whether they have no K and V; if not, all of them are stored.
+        runs: Of every row, the tokens that the last mask has shown; empty if no mask is known.
+        end: Tokens per row that `runs` tell of. Those after it went on as the last of them did.
+        root: The `generate` that goes on by itself now: every row has a token of its, or follows one. None
+            if the last forward that was looked at was a plain one.
+        is_settled: Whether the first forward after the fill, or after rows were changed, has been looked at.
+    """
+
+    tokens: tuple[int, ...] = ()
+    is_left_out: bool = False
+    runs: tuple[tuple[Run, ...], ...] = ()
+    end: int = 0
+    root: Place | None = field(default=None, compare=False)
+    is_settled: bool = field(default=False, compare=False)
+
+    @property
+    def unstored(self) -> tuple[int, ...]:
+        """Of every row, how many of its first tokens are not stored; empty if all are."""
+        return self.tokens if self.is_left_out else ()
+
+    def looks_at(
+        self, call: ModelCall, new_tokens: int, device: torch.device, *, is_all_shown: bool = False
+    ) -> bool:
+        """Whether a forward after the first is to be looked at, see `after`.
+
+        Args:
+            call: What the stack says of it.
+            new_tokens: That it brings.
+            device: Where its mask and positions may have to be fetched from.
+            is_all_shown: Whether it has no mask.
+        """
+        if not (self.tokens or self.runs):
+            return False
+        if call.root == self.root:
+            return new_tokens > 1 and not is_all_shown
+        return (
+            device.type == "cpu"
+            or new_tokens > 1
+            or not self.is_settled
+            or call.is_generating
+            or self.root is not None
+            or (call.is_without_mask and any(self.unstored))
+        )
+
+    def after(self, forward: Forward, *, leaves_out: bool) -> Padding:
+        """What is to be remembered when a forward is stored.
+
+        Args:
+            forward: It.
+            leaves_out: Whether padding need not be stored. Where the stack alone tells of the mask, it is.
+
+        Raises:
+            CacheMismatchError: The mask shows what an earlier one hid, or positions of a row of which some
+                tokens are hidden do not go on where they ended.
+        """
+        known = self
+        if not forward.start:
+            if not forward.is_mask_known:
+                return NO_PADDING
+            known = Padding(runs=((),) * forward.batch)
+            tokens = () if forward.mask is None else _leading(forward.real())
+            if any(tokens):
+                known = replace(known, tokens=tokens, is_left_out=leaves_out and forward.is_noted)
+        elif forward.batch != len(self.runs or self.tokens):
+            return self  # it is refused elsewhere
+        elif self.tokens:
+            if not forward.is_noted:
+                self._check_call(forward)
+            known = replace(self, tokens=self._longer(forward))
+        return known._with(forward) if known.runs else known
+
+    def check_mask(self, noted: NotedMask, call: ModelCall) -> None:
+        """Raise CacheMismatchError if the mask of a forward shows what is not stored.
+
+        Where the answer lies on a GPU, only forwards are asked that are looked at, see `after`.
+        """
+        if not any(self.unstored):
+            return
+        mask = noted.mask
+        if mask is None:
+            raise self._unhidden("came without a mask that hides it")
+        if mask.is_cpu or self.looks_at(call, noted.new_tokens, mask.device):
+            self._check_hidden(mask)
+
+    def by_row(self, rows: int) -> list[tuple[int, tuple[Run, ...]]]:
+        """Of every row, its leading padding and its runs."""
+        return list(zip(self.tokens or (0,) * rows, self.runs or ((),) * rows, strict=True))
+
+    def crop(self, num_tokens: int) -> Padding:
+        """For rows that are cut down to their first tokens."""
+        if not num_tokens:
+            return NO_PADDING
+        return replace(
+            self,
+            tokens=tuple(min(n, num_tokens) for n in self.tokens),
+            runs=tuple(
+                tuple(run._replace(end=min(run.end, num_tokens)) for run in runs if run.start < num_tokens)
+                for runs in self.runs
+            ),
+            end=min(self.end, num_tokens),
+            is_settled=False,
+        )
+
+    def drop(self, start: int, end: int) -> Padding:
+        """Without the tokens `[start, end)`, where no key knows its position."""
+
+        def after(n: int) -> int:
+            return n - min(n, end) + min(n, start)
+
+        tokens = tuple(map(after, self.tokens))
+        kept = ((Run(after(run.start), after(run.end), None) for run in runs) for runs in self.runs)
+        runs = tuple(_joined((), [run for run in runs if run.start < run.end]) for runs in kept)
+        left = Padding(runs=runs, end=after(self.end))
+        return replace(left, tokens=tokens, is_left_out=self.is_left_out) if any(tokens) else left
+
+    def mask(self, tokens: int) -> torch.Tensor | None:
+        """The mask `[rows, tokens]` that hides what is not stored; None if all is."""
+        if not self.unstored:
+            return None
+        return torch.arange(tokens) >= torch.tensor(self.unstored)[:, None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same in lists and numbers."""
+        return {
+            "tokens": list(self.tokens),
+            "is_left_out": self.is_left_out,
+            "runs": [[list(run) for run in runs] for runs in self.runs],
+            "end": self.end,
+        }
+
+    @classmethod
+    def from_state_dict(cls, saved: Mapping[str, Any]) -> Padding:
+        """What `state_dict` was made of."""
+        runs = tuple(tuple(Run(*run) for run in runs) for runs in saved["runs"])
+        return cls(tuple(saved["tokens"]), saved["is_left_out"], runs, saved["end"])
+
+    def reorder(self, rows: Sequence[int]) -> Padding:
+        """For rows that become copies of old ones."""
+        tokens = tuple(self.tokens[row] for row in rows) if self.tokens else ()
+        runs = tuple(self.runs[row] for row in rows) if self.runs else ()
+        moved = replace(self, tokens=tokens, runs=runs, is_settled=False)
+        return moved if any(tokens) else replace(moved, tokens=(), is_left_out=False)
+
+    def _check_call(self, forward: Forward) -> None:
+        """Look at the mask of a forward that is known from the stack alone."""
+        call, mask = forward.call, forward.call.attention_mask
+        if not any(self.unstored) or call.forward.frame is None:
+            return
+        if call.is_without_mask:
+            raise self._unhidden("came without a mask that hides it")
+        if mask is None or mask.shape[-1] < forward.end:
+            return
+        if mask.dim() == 4:  # the newest query is no padding
+            newest = mask[:, :, -1]
+            mask = newest.any(1) if mask.dtype == torch.bool else (newest > _HIDDEN).any(1)
+        if mask.dim() == 2:
+            self._check_hidden(mask)
+
+    def _longer(self, forward: Forward) -> tuple[int, ...]:
+        """Rows that are padding so far may go on with it."""
+        if forward.start not in self.tokens:
+            return self.tokens
+        more = _leading(forward.real())
+        rows = zip(self.tokens, more, strict=True)
+        return tuple(n + m if n == forward.start else n for n, m in rows)
+
+    def _with(self, forward: Forward) -> Padding:
+        """With the new tokens, if they go on."""
+        start, positions = forward.start, forward.positions()
+        known = self._under(forward) if start else self
+        if known is self and self._is_next(forward, positions):
+            return self._seen(forward, self)
+        known = known._up_to(start)
+        found = _runs(forward.real(), positions, start)
+        for row, (old, new) in enumerate(zip(known.runs, found, strict=True)):
+            if old and new:
+                self._check_position(row, old, new[0], forward)
+        runs = tuple(_joined(old, new) for old, new in zip(known.runs, found, strict=True))
+        return self._seen(forward, replace(known, runs=runs, end=forward.end))
+
+    def _is_next(self, forward: Forward, positions: torch.Tensor | None) -> bool:
+        """Whether every row gets one token, and it is the one that follows."""
+        if forward.new_tokens > 1 or not forward.start:
+            return False
+        ahead, expected = forward.start - self.end, []
+        for runs in self.runs:
+            if not runs or runs[-1].end != self.end:
+                return False
+            following = runs[-1].next_position
+            expected.append(None if following is None else following + ahead)
+        found = [None] * len(expected) if positions is None else positions[:, 0].tolist()
+        return found == expected and bool(forward.real().all())
+
+    def _seen(self, forward: Forward, known: Padding) -> Padding:
+        """What is known when a forward has been looked at; `self` is what was known before."""
+        start, end, call = forward.start, forward.end, forward.call
+        # A token after one that is hidden may stand anywhere: it has to be looked at, too.
+        goes_on = all(runs and (not start or known.end < end or runs[-1].end == end) for runs in known.runs)
+        root = call.root if call.is_generating and goes_on else None
+        is_settled = goes_on and start > 0
+        if known is self and (root, is_settled) == (self.root, self.is_settled):
+            return self
+        return replace(known, root=root, is_settled=is_settled)
+
+    def _under(self, forward: Forward) -> Padding:
+        """With the cached tokens that a mask hides taken for hidden.
+
+        Raises:
+            CacheMismatchError: It shows some that were.
+        """
+        if not forward.is_mask_known or (forward.mask is None and self._hides_nothing()):
+            return self
+        shown = forward.shown_before()
+        if self._is_shown_by(shown):
+            return self
+        again = (shown & ~self._shown(forward.start)).nonzero().tolist()
+        if again:
+            raise _shown_again(again, forward.start)
+        known = self._up_to(forward.start)
+        return replace(known, runs=tuple(map(tuple, _runs(shown, known._positions(), 0))))
+
+    def _hides_nothing(self) -> bool:
+        return all(sum(run.end - run.start for run in runs) == self.end for runs in self.runs)
+
+    def _up_to(self, start: int) -> Padding:
+        """With tokens that were not looked at: they went on as those before."""
+        if self.end >= start:
+            return self
+        runs = tuple(
+            _joined(runs, [Run(self.end, start, runs[-1].next_position)]) if runs else runs
+            for runs in self.runs
+        )
+        return replace(self, runs=runs, end=start)
+
+    def _is_shown_by(self, mask: torch.Tensor) -> bool:
+        """Whether a boolean mask `[batch, tokens]` shows what the last one did.
+
+        Every step of a padded batch asks, so nothing is made here that is as long as its rows.
+        """
+        for row, runs in zip(mask, self._up_to(mask.shape[1]).runs, strict=True):
+            hidden = 0
+            for run in runs:
+                if row[hidden : run.start].any() or not row[run.start : run.end].all():
+                    return False
+                hidden = run.end
+            if row[hidden:].any():
+                return False
+        return True
+
+    def _shown(self, tokens: int) -> torch.Tensor:
+        """Which of the first tokens, `end` or more, the last mask showed, boolean `[batch, tokens]`."""
+        shown = torch.zeros(len(self.runs), tokens, dtype=torch.bool)
+        for row, runs in enumerate(self.runs):
+            shown[row, self.end :] = bool(runs)
+            for run in runs:
+                shown[row, run.start : run.end] = True
+        return shown
+
+    def _positions(self) -> torch.Tensor | None:
+        """Where those stand, `[batch, end]`, arbitrary for the others; None if it is not known of all."""
+        positions = torch.zeros(len(self.runs), self.end, dtype=torch.long)
+        for row, runs in enumerate(self.runs):
+            for run in runs:
+                if run.position is None or run.next_position is None:
+                    return None
+                positions[row, run.start : run.end] = torch.arange(run.position, run.next_position)
+        return positions
+
+    def _check_position(self, row: int, old: tuple[Run, ...], first: Run, forward: Forward) -> None:
+        """Raise CacheMismatchError if a row does not go on.
+
+        Args:
+            row: Which.
+            old: Its cached tokens that the mask shows.
+            first: The first new one.
+            forward: It.
+        """
+        shown = sum(run.end - run.start for run in old)
+        expected = _next_positions(old, first.start)
+        if shown == first.start or first.position is None or first.position in expected or not expected:
+            return
+        before, last = self._up_to(forward.start).runs[row], old[-1].end
+        newly_hidden = sum(min(run.end, last) - min(run.start, last) for run in before) - shown
+        raise _discontinuous(row, expected, first.position, newly_hidden, forward.call.is_generating)
+
+    def _check_hidden(self, mask: torch.Tensor) -> None:
+        shown = mask[:, : max(self.unstored)].to("cpu", torch.bool)
+        places = torch.arange(shown.shape[1])
+        if shown.shape[0] != len(self.unstored) and 1 not in (shown.shape[0], len(self.unstored)):
+            return  # which is refused elsewhere; copies of one row are not
+        if bool((shown & (places < torch.tensor(self.unstored)[:, None])).any()):
+            raise self._unhidden("has a mask that shows some of it")
+
+    def _unhidden(self, what: str) -> CacheMismatchError:
+        rows = [row for row, count in enumerate(self.unstored) if count]
+        return CacheMismatchError(
+            f"attention_mask: rows {rows} begin with padding, which the first forward's mask hid, so it is "
+            f"not stored; this forward {what}. Pass the whole mask as before (0 for the first "
+            f"{[self.tokens[row] for row in rows]} tokens of these rows), or `cache.reset()`"
+        )
+
+
+NO_PADDING = Padding()
+
+
+def _leading(real: torch.Tensor) -> tuple[int, ...]:
+    """Tokens before the first real one, of every row of `[batch, tokens]`."""
+    firsts = torch.where(real.any(1), real.to(torch.uint8).argmax(1), real.shape[1])
+    return tuple(firsts.tolist())
+
+
+def _runs(real: torch.Tensor, positions: torch.Tensor | None, start: int) -> list[list[Run]]:
+    """The runs of every row of tokens, of which the first is token `start`."""
+    goes_on = real[:, 1:] & real[:, :-1]
+    if positions is not None:
+        goes_on &= positions[:, 1:] == positions[:, :-1] + 1
+    edge = torch.zeros(real.shape[0], 1, dtype=torch.bool)
+    firsts = (real & ~torch.cat((edge, goes_on), 1)).nonzero().tolist()
+    lasts = (real & ~torch.cat((goes_on, edge), 1)).nonzero().tolist()
+    found: list[list[Run]] = [[] for _ in range(real.shape[0])]
+    for (row, first), (_, last) in zip(firsts, lasts, strict=True):
+        position = None if positions is None else int(positions[row, first])
+        found[row].append(Run(start + first, start + last + 1, position))
+    return found
+
+
+def _joined(old: tuple[Run, ...], new: Sequence[Run]) -> tuple[Run, ...]:
+    """Runs of one row in which neighbours are one run."""
+    runs = list(old)
+    for run in new:
+        if runs and runs[-1].end == run.start and runs[-1].next_position == run.position:
+            runs[-1] = runs[-1]._replace(end=run.end)
+        else:
+            runs.append(run)
+    return tuple(runs)
+
+
+def _next_positions(runs: Sequence[Run], start: int) -> list[int]:
+    """Where token `start` of a row may stand, of which these tokens are shown; empty if nothing is known."""
+    skips = counts = True  # hidden tokens have no positions, or have
+    end, following = 0, 0
+    for run in runs:
+        if run.position is None or run.next_position is None:
+            return []
+        if run.start > end:
+            skips &= run.position == following
+            counts &= run.position == following + run.start - end
+        end, following = run.end, run.next_position
+    if skips == counts or start == end:
+        return sorted({following, following + start - end})
+    return [following if skips else following + start - end]
+
+
+def _shown_again(again: list[list[int]], tokens: int) -> CacheMismatchError:
+    row, first = again[0]
+    return CacheMismatchError(
+        f"attention_mask: row {row} shows token {first}, which an earlier mask hid, so that what is cached "
+        f"after it was computed without it ({len(again)} such tokens in all). Pass the whole mask as before, "
+        f"`cache.crop({min(token for _, token in again) - tokens})` and feed what follows again, or "
+        "`cache.reset()`"
+    )
+
+
+def _discontinuous(
+    row: int, expected: list[int], got: int, newly_hidden: int, is_generating: bool
+) -> CacheMismatchError:
+    nexts = " or ".join(map(str, expected))
+    if newly_hidden:
+        why = (
+            f"This attention_mask hides {newly_hidden} tokens that the forwards so far have seen, and they "
+            "still count in the positions of those cached after them. Pass the whole mask as before"
+        )
+        if is_generating:
+            why += " (without one, `generate` takes pad tokens in the prompt for padding)"
+        return CacheMismatchError(
+            f"position_ids: row {row} has tokens that attention_mask hides, and its next token stands at "
+            f"{nexts}; got {got}. {why}, or `cache.reset()`"
+        )
+    now = "`generate` counts" if is_generating else "the new ones count"
+    return CacheMismatchError(
+        f"position_ids: row {row} has tokens that attention_mask hides, and its last cached token stands at "
+        f"position {expected[0] - 1}, so the next one stands at {nexts}; got {got}. "
+        f"Either those cached count the hidden ones and {now} real tokens only, or the other way round: a "
+        "plain forward counts all tokens unless it is given `position_ids=(attention_mask.cumsum(-1) - 1)"
+        ".clamp(min=0)` (of the new tokens), as `generate` does. Give them to every forward of a padded "
+        "batch; `cache.reset()` starts anew"
+    )

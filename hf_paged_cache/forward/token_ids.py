@@ -1,0 +1,163 @@
+"""Which token ids the rows of a cache stand for, as far as somebody has said so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
+
+Ids = npt.NDArray[Any]
+"""`[rows, tokens]`, on the host like all bookkeeping."""
+
+
+class TokenHistory:
+    """The ids of the first tokens of every row.
+
+    They come from the forwards that fed them, where those show their ids, and from whoever calls `commit`.
+    Once a forward shows none (embeddings, or ids that would have to be fetched from a device), later ones
+    are not noted either: what is known is always a beginning.
+
+    Attributes:
+        count: Tokens of every row whose ids are known.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._ids = np.empty((0, 0), dtype=np.int64)
+        self._told: Ids | None = None
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The known ids `[rows, count]`, on the CPU."""
+        return torch.from_numpy(self._ids[:, : self.count].copy())
+
+    def feed(self, start: int, end: int, rows: int, ids: torch.Tensor | None) -> None:
+        """Note the tokens `start … end - 1` of a forward.
+
+        Args:
+            start: Tokens before it.
+            end: Tokens with it.
+            rows: Rows.
+            ids: `[rows, end - start]` if the forward shows them; anything else counts as None.
+        """
+        if start != self.count:
+            return
+        if ids is not None and ids.shape == (rows, end - start) and not ids.is_floating_point():
+            if ids.is_cpu or end - start > 1:  # a device would be waited for at every token
+                self._put(ids.detach().cpu().numpy(), start, end)
+        elif self._told is not None and self._told.shape[0] == rows and self._told.shape[1] >= end:
+            self._put(self._told[:, start:end], start, end)
+
+    def check_prompt(self, ids: torch.Tensor) -> None:
+        """Raise unless a prompt begins with what is known; it then tells of later tokens.
+
+        Args:
+            ids: `[rows, tokens]`, of as many rows, or of more where all rows of one cached sequence go on.
+
+        Raises:
+            CacheMismatchError: It disagrees; the message says where.
+        """
+        shared = self.shared_prefix(ids)
+        if shared < min(self.count, ids.shape[1]):
+            raise CacheMismatchError(
+                f"the prompt is another text than what is cached: they differ at token {shared} (of "
+                f"{self.count} known ones). `cache.truncate_to(input_ids)` keeps what they share, "
+                "`cache.reset()` starts anew"
+            )
+        self._told = ids.detach().cpu().numpy()
+
+    def check_restart(self, ids: torch.Tensor | None) -> None:
+        """Raise if new ids `[rows, tokens]` begin as the cached text does: they would be fed once more.
+
+        Raises:
+            CacheMismatchError: They do.
+        """
+        if ids is None or not self.count or ids.shape[0] != self._ids.shape[0]:
+            return
+        if (ids[:, 0].detach().cpu().numpy() == self._ids[:, 0]).all():
+            raise CacheMismatchError(
+                f"the decoder would be fed a text from its beginning ({ids.shape[1]} tokens), after the "
+                f"{self.count} that are cached. `reset()` both caches of the pair for another source; to go "
+                "on, pass `decoder_input_ids` with all tokens and a `decoder_attention_mask` as long, or new "
+                "ids alone"
+            )
+
+    def shared_prefix(self, ids: torch.Tensor) -> int:
+        """How many leading tokens of all rows agree with ids `[rows, tokens]`."""
+        length = min(self.count, ids.shape[1])
+        if not length:
+            return 0
+        if ids.shape[0] != self._ids.shape[0] and self._ids.shape[0] != 1:
+            raise CacheMismatchError(
+                f"input_ids has {ids.shape[0]} rows, but the cache holds {self._ids.shape[0]} rows. Use "
+                "`cache.batch_repeat_interleave(n)` to give every row n copies, "
+                "`cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for a new batch"
+            )
+        same = (ids[:, :length].detach().cpu().numpy() == self._ids[:, :length]).all(axis=0)
+        return length if same.all() else int(same.argmin())
+
+    def commit(self, ids: torch.Tensor, length: int) -> None:
+        """Learn the ids of all `length` cached tokens.
+
+        Raises:
+            PagedCacheError: There are too few, or they disagree with what a forward was fed.
+        """
+        if ids.shape[1] < length:
+            raise PagedCacheError(
+                f"input_ids has {ids.shape[1]} tokens per row, but the cache holds {length}; pass the ids of "
+                "all tokens that were fed, e.g. the output of `generate`"
+            )
+        shared = self.shared_prefix(ids)
+        if shared < min(self.count, length):
+            raise PagedCacheError(
+                f"input_ids disagrees at token {shared} with what the cached forwards were fed; "
+                "`cache.truncate_to(input_ids)` keeps what they share"
+            )
+        self.count = 0
+        self._put(ids[:, :length].detach().cpu().numpy(), 0, length)
+
+    def forget_prompt(self) -> None:
+        """What a prompt has told is of no forward but those of its `generate`."""
+        self._told = None
+
+    def crop(self, count: int) -> None:
+        """Forget all but the first tokens."""
+        self.count = min(self.count, count)
+        self._told = None
+
+    def reorder(self, rows: list[int]) -> None:
+        """Follow rows that were moved."""
+        if self.count and rows != list(range(self._ids.shape[0])):
+            self._ids = self._ids[rows]
+        self._told = None
+
+    def save(self) -> Callable[[], None]:
+        """Remember what is known. Returns what puts it back."""
+        attributes = dict(vars(self))  # ids are only ever written behind those that count
+        return lambda: vars(self).update(attributes)
+
+    def copy(self) -> TokenHistory:
+        """The same for another cache."""
+        twin = TokenHistory()
+        if self.count:
+            twin._put(self._ids[:, : self.count], 0, self.count)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenHistory:
+        """As `copy`: what was cropped, or told of tokens to come, stays behind."""
+        return self.copy()
+
+    def _put(self, ids: Ids, start: int, end: int) -> None:
+        rows, room = self._ids.shape
+        if not start or rows != ids.shape[0] or room < end:
+            grown = np.empty((ids.shape[0], max(end + 64, end * 3 // 2)), dtype=np.int64)
+            if start:
+                grown[:, :start] = self._ids[:, :start]
+            self._ids = grown
+        self._ids[:, start:end] = ids
+        self.count = end

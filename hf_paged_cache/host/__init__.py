@@ -1,0 +1,1 @@
+"""`transformers`, CPython and torch as this package finds them."""

@@ -1,0 +1,284 @@
+"""Everything that depends on the version of `transformers`, or on names it does not promise to keep."""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig
+from transformers import masking_utils as _masking
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils import output_capturing as _capturing
+
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
+
+from . import running_forward
+
+_CROP_KEEPS_WHEN_POSITIVE = Version(transformers.__version__) < Version("5.18")
+
+
+# --- configs ------------------------------------------------------------------------------------------------
+
+
+def resolve_config(config_or_model: object) -> tuple[PreTrainedConfig, torch.nn.Module | None]:
+    """The config meant by a config or a model, and the model if that was given.
+
+    Raises:
+        PagedCacheError: It is neither.
+    """
+    if isinstance(config_or_model, PreTrainedConfig):
+        return config_or_model, None
+    config = getattr(config_or_model, "config", None)
+    if isinstance(config_or_model, torch.nn.Module) and isinstance(config, PreTrainedConfig):
+        return config, config_or_model
+    raise PagedCacheError(
+        "config_or_model must be a transformers config or a model that has one, got "
+        f"{type(config_or_model).__name__}; pass `model` or `model.config`"
+    )
+
+
+def expected_device(model: torch.nn.Module | None) -> torch.device:
+    """The device that a model computes on; without a model, the fastest there is."""
+    parameter = None if model is None else next(model.parameters(), None)
+    if parameter is not None:
+        return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# --- the cache's contract -----------------------------------------------------------------------------------
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """What a model's forward and `generate` call a cache: transformers renamed both together."""
+    accepted = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in accepted else "past_key_values"
+
+
+class CachedLength(int):
+    """A cache's length, which looks at what `generate` is about to slice from a prompt.
+
+    `generate` feeds the last `prompt length - cached length` tokens of a prompt. When the cache holds as many
+    tokens as the prompt has, or more, that number is not positive, and as a Python slice it silently picks
+    wrong tokens; and nothing says that the prompt begins with what is cached.
+
+    Attributes:
+        meet: Given the tokens of a prompt, its ids and the model, if they are known: how many to feed.
+    """
+
+    meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]]
+
+    def __new__(
+        cls,
+        tokens: int,
+        meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]],
+    ) -> CachedLength:
+        """A length of so many tokens."""
+        length = super().__new__(cls, tokens)
+        length.meet = meet
+        return length
+
+    def __rsub__(self, other: int) -> int:
+        meet = self.meet()
+        if meet is None or not running_forward.is_generation(depth=1):
+            return int(other) - int(self)
+        return meet(int(other), *running_forward.prompt_of(depth=1))
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+def tokens_to_remove(argument: int, length: int) -> int:
+    """What `crop(argument)` means in the installed version: tokens to take from a cache of `length` tokens.
+
+    Raises:
+        PagedCacheError: A positive number where the installed version has none.
+    """
+    argument = int(argument)  # 5.17 passes a tensor
+    if argument <= 0:
+        return -argument
+    if _CROP_KEEPS_WHEN_POSITIVE:
+        return max(0, length - argument)
+    raise PagedCacheError(
+        f"crop takes minus the number of tokens to remove, got {argument}; "
+        f"to keep {argument} of {length} tokens: `cache.crop({min(0, argument - length)})`"
+    )
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Make a pair of attention and mask functions known under one name. Registering again changes nothing."""
+    AttentionInterface.register(name, attention)
+    _masking.AttentionMaskInterface.register(name, mask)
+
+
+@cache
+def call_before_continuous_batching(prepare: Callable[[torch.nn.Module], None]) -> None:
+    """Let a function see a model before the host's continuous batching takes it.
+
+    That serves the implementations it knows by name, and asks nobody about others. Doing this again changes
+    nothing.
+    """
+    manager: Any = ContinuousBatchingManager
+    switch = manager.switch_to_cb_friendly_attn
+
+    @wraps(switch)
+    def prepared(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        prepare(model)
+        return switch(self, model, *args, **kwargs)
+
+    manager.switch_to_cb_friendly_attn = prepared
+
+
+_IMPLEMENTATION = "_attn_implementation_internal"
+
+
+def set_implementation(config: PreTrainedConfig, implementation: str | None) -> None:
+    """Change the attention implementation of one config, and of none inside it."""
+    setattr(config, _IMPLEMENTATION, implementation)
+
+
+def pickle_with(config_class: type, plain_name: Callable[[str], str]) -> None:
+    """Pickle configs of a class under the implementation's plain name, as the host saves them to JSON.
+
+    Another process may not know ours. Copies within this one keep it.
+    """
+
+    def reduce(config: Any) -> Any:
+        make, arguments, state, *rest = config.__reduce_ex__(2)
+        name = state.get(_IMPLEMENTATION)
+        if name is not None and not running_forward.is_copying(depth=1):
+            state = state | {_IMPLEMENTATION: plain_name(name)}
+        return make, arguments, state, *rest
+
+    copyreg.pickle(config_class, reduce)
+
+
+def attention_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention function that `module` would use under `implementation`.
+
+    Raises:
+        CacheMismatchError: The module's own eager function cannot be found.
+    """
+    if implementation != "eager":
+        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
+        return function
+    module_class: Any = type(module)
+    found: Callable[..., Any] = _eager_function(module_class)
+    return found
+
+
+def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether somebody will read the weights that the attention function of a module returns.
+
+    The host records them with hooks on its modules, and most of its modules are not told so. Other people's
+    hooks see them too.
+
+    Args:
+        module: The attention module.
+        kwargs: What it passes to the attention function.
+    """
+    if kwargs.get("output_attentions"):
+        return True
+    collector: Any = _capturing._active_collector
+    if torch.compiler.is_compiling():
+        recorded = collector.global_var
+    else:
+        recorded = collector.get()
+        if any(
+            getattr(hook, "__module__", "") != _capturing.__name__ for hook in module._forward_hooks.values()
+        ):
+            return True
+    return any("attention" in name for name in recorded or ())
+
+
+def mask_function(implementation: str) -> Callable[..., Any]:
+    """The function that makes attention masks under `implementation`."""
+    function: Callable[..., Any] = _masking.ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    return function
+
+
+def is_plain_causal(mask_function: object) -> bool:
+    """Whether a mask pattern is causality and nothing else."""
+    return mask_function is _masking.causal_mask_function
+
+
+_eager_functions: dict[type, Callable[..., Any]] = {}
+
+
+def _eager_function(module_class: type) -> Callable[..., Any]:
+    """Eager attention is no registered name: every modeling file has its own."""
+    if module_class in _eager_functions:  # no functools.cache: compiled steps come by here
+        return _eager_functions[module_class]
+    forward: Any = module_class.forward  # type: ignore[attr-defined]  # every torch module has one
+    files = [forward.__module__, *(base.__module__ for base in module_class.__mro__)]
+    for file in files:
+        function = getattr(sys.modules.get(file), "eager_attention_forward", None)
+        if function is not None:
+            _eager_functions[module_class] = function
+            return function  # type: ignore[no-any-return]  # the host is untyped
+    raise CacheMismatchError(
+        f"{module_class.__name__} has no `eager_attention_forward` beside it, so its eager attention cannot "
+        "be called; load the model with attn_implementation='sdpa'"
+    )
+
+
+def attention_configs(
+    config: PreTrainedConfig, model: torch.nn.Module | None
+) -> Iterator[tuple[PreTrainedConfig, str]]:
+    """The configs that attention layers read their implementation from, each with its modeling file.
+
+    With a model these are the configs its attention modules hold (an encoder-decoder gives its decoder a copy
+    that the model's own config does not lead to); with a config alone, that config's text part.
+    """
+    if model is None:
+        decoder = config.get_text_config(decoder=True)
+        target = decoder if any(value is decoder for value in vars(config).values()) else config
+        yield target, type(target).__module__.replace("configuration_", "modeling_")
+        return
+    seen: set[int] = set()
+    for module in model.modules():
+        held = getattr(module, "config", None)
+        if (
+            isinstance(held, PreTrainedConfig)
+            and getattr(module, "layer_idx", None) is not None
+            and id(held) not in seen
+        ):
+            seen.add(id(held))
+            yield held, type(module).__module__
+
+
+@cache
+def dispatches_attention(modeling_module: str, implementation: str) -> bool:
+    """Whether a modeling file uses the `AttentionInterface` and would not miss `implementation`.
+
+    Some files have attention code of their own, or branches for one implementation's name; under another name
+    those would compute something else. Read from the source, as `transformers` itself does.
+    """
+    try:
+        source = inspect.getsource(import_module(modeling_module))
+    except (ImportError, OSError, TypeError):
+        return False
+    if "ALL_ATTENTION_FUNCTIONS" not in source:
+        return False
+    compared = re.findall(
+        r"_attn_implementation\s*(?:==|!=|in|not in)\s*(\([^)]*\)|\[[^\]]*\]|[\"'][^\"']*[\"'])", source
+    )
+    return not any(
+        f'"{implementation}"' in literal or f"'{implementation}'" in literal for literal in compared
+    )

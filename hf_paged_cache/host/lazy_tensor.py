@@ -1,0 +1,165 @@
+"""Tensors that stand for others: they become dense only if somebody looks, and nobody writes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from hf_paged_cache.errors import WAYS_TO_CHANGE, PagedCacheError
+
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_make_subclass: Any = torch.Tensor._make_subclass
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+
+class LazyTensor(torch.Tensor):
+    """Stands for a tensor that `dense()` makes: right shape, dtype and device, no storage.
+
+    Code that knows the subclass reads what it stands for. Every operation of anybody else works on the dense
+    tensor. That tensor is read-only, since changing it would not change what it was made from; and so is
+    every part of it that an operation returns (a slice, a transpose).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    # Operators reach __torch_dispatch__ without this detour through Python.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dense(self) -> torch.Tensor:
+        """The ordinary tensor."""
+        raise AssertionError("a lazy tensor says itself how it becomes dense")
+
+    def origin(self) -> str:
+        """What the tensor stands for, in messages."""
+        raise AssertionError("a lazy tensor says itself what it stands for")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `classmethod`
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator on the dense tensors."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            _refuse_writes(func, args, kwargs)
+        origins: dict[int, str] = {}  # of the memory that must not be written
+
+        def read(lazy: LazyTensor) -> torch.Tensor:
+            tensor = _laid_out(lazy)
+            origins[tensor.untyped_storage().data_ptr()] = lazy.origin()
+            return tensor
+
+        def protect(result: torch.Tensor) -> torch.Tensor:
+            if result.layout is not torch.strided:
+                return result
+            origin = origins.get(result.untyped_storage().data_ptr())
+            return result if origin is None else ReadOnlyTensor(result, origin)
+
+        args, kwargs = (_mapped(LazyTensor, read, given) for given in (args, kwargs))
+        return _mapped(torch.Tensor, protect, func(*args, **kwargs))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
+        return f"{type(self).__name__}({self.origin()}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = self.dense().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return reduced
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As `torch.Tensor.data`."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> NoReturn:
+        self._refuse("assigning to `data`")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the memory would be written without our knowledge."""
+        self._refuse("`__dlpack__`")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As `torch.Tensor.numpy`, of a copy that is read-only too."""
+        array = self.dense().detach().clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def apply_(self, function: Any) -> NoReturn:
+        """Refused, as every other way to write."""
+        self._refuse("`apply_`")
+
+    def tolist(self) -> Any:
+        """As `torch.Tensor.tolist`."""
+        return self.dense().tolist()
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise PagedCacheError(
+            f"{what} would write into the {self.origin()}, which is read-only: `.clone()` the tensor and use "
+            f"that. {WAYS_TO_CHANGE}"
+        )
+
+
+class ReadOnlyTensor(LazyTensor):
+    """A part of what a lazy tensor stands for, over the same memory."""
+
+    _origin: str
+    _dense: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, part: torch.Tensor, origin: str) -> ReadOnlyTensor:
+        """The same tensor for reading; `origin` says in messages what it is of."""
+        tensor: ReadOnlyTensor = _make_subclass(cls, part)
+        tensor._dense, tensor._origin = part, origin
+        return tensor
+
+    def dense(self) -> torch.Tensor:
+        """The ordinary tensor."""
+        return self._dense
+
+    def origin(self) -> str:
+        """What it is of."""
+        return self._origin
+
+
+def dense(tensor: Any) -> Any:
+    """The dense tensor behind a lazy one that is no part of a graph; anything else as it is."""
+    return tensor.dense() if isinstance(tensor, LazyTensor) and not tensor.requires_grad else tensor
+
+
+def _laid_out(tensor: LazyTensor) -> torch.Tensor:
+    """The dense tensor, laid out as the lazy one says: what an operator may do was decided by its strides."""
+    made = tensor.dense()
+    return made if made.stride() == tensor.stride() else made.contiguous()
+
+
+def _mapped(kind: type[_Tensor], function: Callable[[_Tensor], Any], value: Any) -> Any:
+    """What operators are given or return, with a function applied to the tensors of one kind in it."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(kind, function, item) for item in value])
+    if isinstance(value, dict):
+        return {name: _mapped(kind, function, item) for name, item in value.items()}
+    return value
+
+
+def make_wrapper(
+    cls: type[LazyTensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of a lazy class: a shape, and nothing behind it."""
+    tensor = _make_wrapper(cls, shape, dtype=dtype, device=device)
+    # Whoever takes the address of what is not there gets an error, and not a null pointer.
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
+
+
+def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            _mapped(LazyTensor, lambda target: target._refuse(f"`{func}`"), given)

@@ -1,0 +1,356 @@
+"""Compiles the kernel on first use with the system compiler, and keeps the result for later processes.
+
+The library is kept in a per-user folder (`library_folder`) under a name that hashes the sources, the flags
+and the compiler's version: when one of them changes another file is made, so an old file is never wrong.
+Where the folder cannot be trusted, written, or run from, the library is compiled for this process only.
+
+Environment:
+    CXX: The compiler, with arguments if it needs some; otherwise the first of `g++`, `c++`, `clang++`.
+    HF_PAGED_CACHE_CXXFLAGS: More flags for it, after all others.
+    HF_PAGED_CACHE_DIR: Where to keep compiled libraries, an absolute path; otherwise
+        `$XDG_CACHE_HOME/hf_paged_cache` or `~/.cache/hf_paged_cache`.
+    HF_PAGED_CACHE_CPU_ISA: `avx512`, `avx2` or `portable`, in place of the best that this CPU has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from .library_folder import LibraryFile, LibraryFolder, cache_dir, private_folder, reason_of, take_back
+
+_SOURCE_DIR = Path(__file__).parent
+_SOURCES = ("quantized.cpp", "attention.cpp", "records.cpp", "copy.cpp")  # the slowest to compile first
+_COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
+_EXPORTS = (
+    "paged_decode",
+    "paged_write",
+    "paged_gather",
+    "paged_encode_blocks",
+    "paged_decode_blocks",
+    "paged_copy_blocks",
+    "paged_scratch_bytes",
+)
+_NOT_KEPT = "The compiled kernel is not kept, so that every process compiles it anew"
+_VERSION_TIMEOUT_S = 60
+_COMPILE_TIMEOUT_S = 300
+
+_ISA_NEEDS = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "portable": set[str](),
+}
+"""CPU flags that each instruction set needs, best first."""
+
+_ISA_FLAGS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "portable": (),
+}
+
+
+class BuildError(Exception):
+    """The kernel cannot be compiled or loaded here; the message is a sentence that says why."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A loaded kernel.
+
+    Attributes:
+        handle: The loaded library.
+        isa: `avx512`, `avx2` or `portable`.
+        stem: What its file is called, without the digest of its bytes.
+        problems: Sentences that say which kept file was not loaded, and why this one is not kept.
+    """
+
+    handle: ctypes.CDLL
+    isa: str
+    stem: str
+    problems: tuple[str, ...] = ()
+
+
+def load() -> Library:
+    """Compile the kernel unless it is kept already, and load it.
+
+    Raises:
+        BuildError: No compiler works here, or `HF_PAGED_CACHE_CPU_ISA` names what this CPU lacks.
+    """
+    if os.name != "posix":
+        raise BuildError("The C++ kernel is made for Linux and other POSIX systems.")
+    cpu_flags = _cpu_flags()
+    isa = _choose_isa(cpu_flags)
+    compiler, version = find_compiler()
+    named = _split_variable("HF_PAGED_CACHE_CXXFLAGS")
+    problems: list[str] = []
+    errors: list[str] = []
+    with contextlib.ExitStack() as stack:
+        folder = None
+        try:
+            path = cache_dir()
+            if take_back(path):
+                problems.append(
+                    f"Other users could write to {path}: it was emptied, and is this user's alone now."
+                )
+            folder = stack.enter_context(LibraryFolder(path))
+        except OSError as error:
+            problems.append(f"{_NOT_KEPT}: {error}.")
+        for flags in _candidate_flags(isa, cpu_flags, is_clang="clang" in version):
+            command = [*compiler, *_COMMON_FLAGS, *flags, *named]
+            stem = f"cpu-{isa}-{_digest(command, version)}"
+            try:
+                handle = _load_kept(folder, stem, problems)
+                if handle is None:
+                    handle = _compile_and_load(folder, stem, command, problems)
+            except BuildError as error:
+                errors.append(str(error))
+            else:
+                return Library(handle, isa, stem, tuple(problems))
+    raise BuildError(" ".join([errors[0], *problems]))
+
+
+def find_compiler() -> tuple[list[str], str]:
+    """The command of the compiler that is used, and what it says of its version.
+
+    Raises:
+        BuildError: There is none, or it does not run.
+    """
+    compiler = _find_compiler()
+    with _started([*compiler, "--version"], subprocess.PIPE) as process:
+        try:
+            version, messages = process.communicate(timeout=_VERSION_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(
+                f"The compiler {compiler[0]!r} has not said its version after {_VERSION_TIMEOUT_S} s."
+            ) from error
+        _check_status(process, compiler, messages)
+    return compiler, version
+
+
+def _cpu_flags() -> set[str]:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return set()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+
+
+def _choose_isa(cpu_flags: set[str]) -> str:
+    possible = [isa for isa, needs in _ISA_NEEDS.items() if needs <= cpu_flags]
+    forced = os.environ.get("HF_PAGED_CACHE_CPU_ISA")
+    if not forced:
+        return possible[0]
+    if forced not in possible:
+        raise BuildError(
+            f"HF_PAGED_CACHE_CPU_ISA is {forced!r}, but this machine can run {', '.join(possible)}: "
+            "unset it or name one of them."
+        )
+    return forced
+
+
+def _candidate_flags(isa: str, cpu_flags: set[str], *, is_clang: bool) -> list[tuple[str, ...]]:
+    """Sets of flags to try in order, from the fastest code to what every compiler takes."""
+    flags = _ISA_FLAGS[isa]
+    # clang's -fopenmp would bring a second thread pool beside torch's, which costs more than it gains.
+    openmp = () if is_clang else ("-fopenmp",)
+    # Not every CPU has these, and not every compiler: GCC has the former since 8, the latter since 10.
+    extensions = {"avx512_vnni": "-mavx512vnni", "avx512_bf16": "-mavx512bf16"}
+    more = [flag for name, flag in extensions.items() if isa == "avx512" and name in cpu_flags]
+    candidates = [(*flags, *more[:count], *openmp) for count in range(len(more), -1, -1)]
+    if openmp:
+        candidates.append(flags)
+    return candidates
+
+
+def _find_compiler() -> list[str]:
+    named = _split_variable("CXX")
+    for candidate in [named] if named else [["g++"], ["c++"], ["clang++"]]:
+        if shutil.which(candidate[0]):
+            return candidate
+    tried = f"CXX names {named[0]!r}, which is not there" if named else "g++, c++ and clang++ are not on PATH"
+    raise BuildError(
+        f"No C++ compiler: {tried}. Install one (e.g. `apt install g++`) for the fast CPU kernel."
+    )
+
+
+def _split_variable(name: str) -> list[str]:
+    try:
+        return shlex.split(os.environ.get(name, ""))
+    except ValueError as error:
+        raise BuildError(f"{name} is {os.environ[name]!r}, which is no command line: {error}.") from error
+
+
+@contextlib.contextmanager
+def _started(
+    command: list[str], output: int | IO[str], folder: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A compiler at work. It ends with the context, whatever ends that, and so does what it has started.
+
+    Args:
+        command: The compiler with its arguments.
+        output: Where each of its stdout and stderr goes.
+        folder: Where its temporary files go.
+    """
+    environment = {**os.environ, "LC_ALL": "C"}
+    if folder is not None:
+        environment["TMPDIR"] = str(folder)
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            process_group=0,  # drivers such as g++ leave their parts running when they are killed
+        )
+    except (OSError, ValueError) as error:  # not executable, a null byte in its name
+        raise BuildError(f"The compiler {command[0]!r} does not run: {error}.") from error
+    with process:
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _check_status(process: subprocess.Popen[str], command: list[str], messages: str) -> None:
+    if process.returncode != 0:
+        lines = messages.strip().splitlines()
+        why = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+        raise BuildError(
+            f"The compiler {command[0]!r} failed with status {process.returncode}: {why.strip()}"
+        )
+
+
+def _digest(command: list[str], version: str) -> str:
+    digest = hashlib.sha256("\0".join([*command, version, platform.machine()]).encode())
+    for path in sorted([*_SOURCE_DIR.glob("*.h"), *_SOURCE_DIR.glob("*.cpp")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _load_kept(folder: LibraryFolder | None, stem: str, problems: list[str]) -> ctypes.CDLL | None:
+    """The library that an earlier process has kept, None if there is none that is whole and loads here."""
+    if folder is None:
+        return None
+    try:
+        for library in folder.libraries(stem, problems):
+            with contextlib.suppress(OSError):  # of a machine that shares this folder, and not its loader
+                return _load_file(library)
+    except OSError as error:
+        problems.append(f"{folder.path} cannot be read: {reason_of(error)}.")
+    return None
+
+
+def _compile_and_load(
+    folder: LibraryFolder | None, stem: str, command: list[str], problems: list[str]
+) -> ctypes.CDLL:
+    """Compile in a private folder, keep the result where there is a folder for it, and load it.
+
+    Raises:
+        BuildError: What came out does not load, or nothing did.
+    """
+    try:
+        with private_folder() as private:
+            path = private / f"{stem}.so"
+            _compile(command, private, path)
+            kept = None
+            if folder is not None:
+                try:
+                    kept = folder.keep(stem, path)
+                except OSError as error:  # read only, or the disk is full
+                    problems.append(f"{_NOT_KEPT}: {folder.path}: {reason_of(error)}.")
+            fault: OSError | None = None
+            if kept is not None:
+                try:
+                    return _load_file(kept)
+                except OSError as error:  # libraries may not be run from there, or nowhere
+                    fault = error
+            try:
+                handle = _load_file(LibraryFile(path))
+            except OSError as error:
+                if folder is not None and kept is not None:
+                    folder.remove(kept)
+                raise BuildError(f"The compiled kernel does not load: {error}.") from error
+            if folder is not None and fault is not None:
+                problems.append(
+                    f"The compiled kernel loads, but not from {folder.path} ({reason_of(fault)}), so that "
+                    "every process compiles it anew: let HF_PAGED_CACHE_DIR name a folder on a disk that is "
+                    "mounted without `noexec`."
+                )
+            return handle
+    except OSError as error:
+        raise BuildError(f"The kernel cannot be compiled: {error}.") from error
+
+
+def _load_file(library: LibraryFile) -> ctypes.CDLL:
+    """Load a library that has all functions of the kernel.
+
+    Raises:
+        OSError: It does not load, or lacks one.
+    """
+    handle = library.load()
+    if missing := [name for name in _EXPORTS if not hasattr(handle, name)]:
+        raise OSError(f"it has no function {missing[0]}")
+    return handle
+
+
+def _compile(command: list[str], folder: Path, path: Path) -> None:
+    """Compile the sources side by side, and link them.
+
+    Args:
+        command: The compiler with its flags.
+        folder: For all that is needed meanwhile.
+        path: The library to be.
+    """
+    objects = {str(_SOURCE_DIR / source): str(folder / f"{source}.o") for source in _SOURCES}
+    _run_all([[*command, "-c", source, "-o", to] for source, to in objects.items()], folder)
+    _run_all([[*command, *objects.values(), "-o", str(path)]], folder)
+    path.chmod(0o755)  # whatever the umask
+
+
+def _run_all(commands: list[list[str]], folder: Path) -> None:
+    """Run compilers side by side, one for each CPU, until all are done or one has failed."""
+    waiting = [*commands]
+    running: list[tuple[subprocess.Popen[str], list[str], IO[str], float]] = []
+    with contextlib.ExitStack() as stack:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                command = waiting.pop(0)
+                log = stack.enter_context(_open_log(folder / f"{len(waiting)}.log"))
+                process = stack.enter_context(_started(command, log, folder))
+                running.append((process, command, log, time.monotonic() + _COMPILE_TIMEOUT_S))
+            time.sleep(0.01)
+            for run in [*running]:
+                process, command, log, until = run
+                if process.poll() is not None:
+                    running.remove(run)
+                    log.seek(0)
+                    _check_status(process, command, log.read())
+                elif time.monotonic() > until:
+                    raise BuildError(
+                        f"The compiler {command[0]!r} has not finished after {_COMPILE_TIMEOUT_S} s."
+                    )
+
+
+def _open_log(path: Path) -> IO[str]:
+    """For what a compiler says: in memory where that can be, since it may say that the disk is full."""
+    place = os.memfd_create(path.name) if hasattr(os, "memfd_create") else path
+    return open(place, "w+", encoding="utf-8", errors="replace")

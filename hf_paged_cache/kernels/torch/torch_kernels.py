@@ -1,0 +1,367 @@
+"""Kernels in torch operations alone, for machines without a compiler and devices without a kernel.
+
+A chunk of blocks is copied to a temporary, attended, and merged with the chunks before by log-sum-exp, so the
+dense history never exists as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn.functional import embedding
+
+from hf_paged_cache.formats import RecordFormat
+from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks, dense_entry
+from hf_paged_cache.kernels.reference import check_storable, decode_blocks, encode_blocks
+
+from . import partial_softmax
+from .masking import accumulate_dtype, all_over, both, read_mask
+from .partial_softmax import Part
+
+__all__ = ["attend_blocks", "copy_blocks", "decode", "decode_blocks", "encode_blocks", "gather", "write"]
+
+CHUNK_BYTES = 4 << 20
+"""Keys and values of one chunk: about what a core's caches hold, so that attending re-reads from there."""
+SCORE_BYTES = 16 << 20
+"""Scores of one chunk, on the path that keeps them."""
+UNMASKED_TOKENS = 256
+"""So many tokens that everybody sees are attended by themselves, without the mask of those before them."""
+
+
+def unavailable_reason() -> str | None:
+    """None: plain torch runs wherever torch does."""
+    return None
+
+
+def unsupported_reason(blocks: LayerBlocks) -> str | None:
+    """None: every dtype and device is served."""
+    return None
+
+
+def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
+    """Store new tokens, those of columns `start, start + 1, ...` of every row.
+
+    Tokens that fall into a null block, or stand before a row begins, are dropped.
+
+    Args:
+        blocks: Changed in place.
+        key_states: `[batch, kv_heads, tokens, head_dim]`.
+        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
+        start: Column of the first new token.
+    """
+    if blocks.records is not None:
+        check_storable(blocks, key_states, value_states, start)
+    if blocks.offsets is None:
+        _write(blocks, key_states, value_states, start)
+        return
+    for offset in set(blocks.offsets.tolist()):
+        rows = (blocks.offsets == offset).nonzero()[:, 0]
+        alike = LayerBlocks(
+            blocks.keys, blocks.values, blocks.table[rows], records=blocks.records, form=blocks.form
+        )
+        keys, values = (x[rows, :, max(offset - start, 0) :] for x in (key_states, value_states))
+        _write(alike, keys, values, max(start - offset, 0))
+
+
+def _write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
+    """What `write` does for rows of which none begins later."""
+    positions = torch.arange(start, start + key_states.shape[2], device=blocks.table.device)
+    ids = blocks.table[:, positions // blocks.block_size].long()  # [batch, tokens]
+    slots = (positions % blocks.block_size).expand_as(ids)
+    stored = ids != NULL_BLOCK
+    keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [batch, tokens, kv_heads, dim]
+    if blocks.records is not None and blocks.form is not None:
+        stored = ids < NULL_BLOCK
+        _write_records(blocks, blocks.records, blocks.form, key_states, value_states, start)
+        ids = dense_entry(ids)
+    if not stored.all():
+        ids, slots, keys, values = ids[stored], slots[stored], keys[stored], values[stored]
+    blocks.keys[ids, :, slots] = keys
+    blocks.values[ids, :, slots] = values
+
+
+def _write_records(
+    blocks: LayerBlocks,
+    records: torch.Tensor,
+    form: RecordFormat,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    start: int,
+) -> None:
+    """Encode the tokens that fall into records, column by column of the table."""
+    size, end = blocks.block_size, start + key_states.shape[2]
+    for column in range(start // size, -(-end // size)):
+        ids = blocks.table[:, column].long()
+        rows = (ids > NULL_BLOCK).nonzero()[:, 0]
+        if not len(rows):
+            continue
+        first, last = max(start, column * size), min(end, (column + 1) * size)
+        keys, values = (x[rows, :, first - start : last - start] for x in (key_states, value_states))
+        content = records[ids[rows]]
+        if form.format.is_per_token:
+            form.encode_tokens(keys, values, content, first % size)
+        elif last - first == size:
+            form.encode(keys, values, content)
+        else:
+            raise AssertionError(
+                f"{form.format.name} encodes full blocks, got {last - first} tokens of {size}"
+            )
+        records[ids[rows]] = content
+
+
+def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns `[start, end)` as dense tensors; null blocks, and columns before a row begins, read as zeros.
+
+    Returns:
+        Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, contiguous copies.
+    """
+    if start == end:
+        batch, kv_heads = blocks.table.shape[0], blocks.keys.shape[1]
+        return (
+            blocks.keys.new_empty(batch, kv_heads, 0, blocks.keys.shape[3]),
+            blocks.values.new_empty(batch, kv_heads, 0, blocks.values.shape[3]),
+        )
+    keys, values = _tokens(blocks, start, end)
+    stored = _stored(blocks, start, end)
+    if stored is not None:
+        keys, values = (x.masked_fill(~stored[:, None, :, None], 0.0) for x in (keys, values))
+    return keys.to(blocks.keys.dtype).contiguous(), values.to(blocks.values.dtype).contiguous()
+
+
+def decode(
+    blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend the stored tokens `[a.start, a.end)`.
+
+    Args:
+        blocks: Keys and values. Not changed.
+        a: The question; every field is honoured.
+        return_lse: Also return the log-sum-exp that merges this answer with another part's.
+
+    Returns:
+        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
+        nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
+        denominator, the sink included; -inf where there is neither a visible token nor a sink.
+    """
+    read = read_mask(a.query, a.mask, a.end - a.start)
+    query = partial_softmax.split_heads(read.query, blocks.keys.shape[1])
+    part = attend_blocks(blocks, a, query, read.visible, read.bias, chunk_tokens=_chunk_tokens(blocks, a))
+    part = with_sinks(part, a.sinks, read.taken)
+    out = part.tokens_first(a.query.dtype)
+    if not return_lse:
+        return out
+    lse = part.lse.flatten(1, 2)
+    return out, (lse if read.taken is None else lse + read.taken).float()
+
+
+def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
+    """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
+
+    Args:
+        pool: `[num_blocks, ...]`, changed in place.
+        src: Block ids to read.
+        dst: As many distinct block ids to overwrite.
+    """
+    assert len(src) == len(dst), f"{len(src)} blocks to read but {len(dst)} to overwrite"
+    if src:
+        pool[torch.tensor(dst, device=pool.device)] = pool[torch.tensor(src, device=pool.device)]
+
+
+def attend_blocks(
+    blocks: LayerBlocks,
+    a: Attention,
+    query: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    chunk_tokens: int,
+    read: Callable[[LayerBlocks, int, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> Part:
+    """Attention over the stored tokens, chunk by chunk, without the sinks.
+
+    Args:
+        blocks: Keys and values.
+        a: Range, scale, causal, window, softcap. Its `query` says no more than the number of tokens.
+        query: `[batch, kv_heads, group, q_tokens, head_dim]`, what is computed with.
+        visible: What the mask lets see of `[a.start, a.end)`, as `masking` has it.
+        bias: What the mask adds.
+        chunk_tokens: Tokens of the temporary.
+        read: What decodes quantized blocks, to values of the model's dtype. By default they are decoded here,
+            to float32.
+    """
+    merged: Part | None = None
+    tokens = _tokens if read is None or blocks.records is None else read
+    if blocks.records is not None and read is None:
+        query = query.to(accumulate_dtype(query))
+    for start, end in _chunks(blocks, a.start, a.end, chunk_tokens):
+        columns = slice(start - a.start, end - a.start)
+        added = None if bias is None else bias[..., columns]
+        seen = _visible_by_position(blocks, a, start, end)
+        seen = both(seen, None if visible is None else visible[..., columns])
+        for first, last, shown in _pieces(blocks, seen, start, end):
+            keys, values = tokens(blocks, first, last)
+            part = partial_softmax.attend(
+                query,
+                keys,
+                values,
+                scale=a.scale,
+                softcap=a.softcap,
+                visible=shown,
+                bias=None if added is None else added[..., first - start : last - start],
+            )
+            merged = part if merged is None else merged.merge(part)
+    return partial_softmax.nothing(query, blocks.values.shape[3]) if merged is None else merged
+
+
+def with_sinks(part: Part, sinks: torch.Tensor | None, taken: torch.Tensor | None) -> Part:
+    """The part with a sink per head, `[q_heads]`; `taken` as in `ReadMask`."""
+    if sinks is None:
+        return part
+    logits = sinks.to(part.lse.dtype)[None, :, None]  # [1, q_heads, 1]
+    logits = logits if taken is None else logits - taken
+    return part.with_sink(torch.unflatten(logits, 1, part.lse.shape[1:3]))
+
+
+def _chunk_tokens(blocks: LayerBlocks, a: Attention) -> int:
+    batch, q_heads, q_tokens, _ = a.query.shape
+    kv_heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
+    tokens = CHUNK_BYTES // (batch * kv_heads * dims * blocks.keys.element_size())
+    if not partial_softmax.has_flash(a.query, a.softcap):
+        tokens = min(tokens, SCORE_BYTES // (batch * q_heads * q_tokens * 4))
+    return tokens
+
+
+def _chunks(blocks: LayerBlocks, start: int, end: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
+    """`[start, end)` in runs of about `chunk_tokens`, at least a block, that meet at blocks' edges."""
+    step = max(chunk_tokens // blocks.block_size, 1) * blocks.block_size
+    while start < end:
+        edge = min(start - start % blocks.block_size + step, end)
+        yield start, edge
+        start = edge
+
+
+def _pieces(
+    blocks: LayerBlocks, visible: torch.Tensor | None, start: int, end: int
+) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+    """A chunk `[start, end)` without what nobody sees, and with its mask only where it has one.
+
+    Left padding and windows hide tokens at the beginning. A long rest that everybody sees is worth a piece of
+    its own, because attention without a mask is faster and shares keys within head groups.
+    """
+    if visible is None or not visible.is_cpu:
+        yield start, end, visible
+        return
+    if not visible.any():
+        return
+    hidden = (~all_over(visible, 0, 1, 2)).nonzero()
+    if not len(hidden):
+        yield start, end, None
+        return
+    edge = start + int(hidden[-1]) + 1
+    edge += -edge % blocks.block_size
+    if end - edge < UNMASKED_TOKENS:
+        yield start, end, visible
+    else:
+        yield start, edge, visible[..., : edge - start]
+        yield edge, end, None
+
+
+def _entries(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The table's entries for the blocks that hold `[start, end)`, and where in them the tokens are.
+
+    The latter is `[batch, end - start]`, below 0 before a row begins; None: one after the other from slot
+    `start % block_size` on, in all rows.
+    """
+    size = blocks.block_size
+    if blocks.offsets is None:
+        return blocks.table[:, start // size : -(-end // size)], None
+    columns = torch.arange(start, end, device=blocks.table.device)
+    positions = columns - blocks.offsets[:, None]
+    first = positions[:, :1].clamp(min=0) // size
+    # Tokens that lie anyhow touch one block more than they fill; past the end of a row stand arbitrary ids.
+    columns = first + torch.arange((end - start - 1) // size + 2, device=blocks.table.device)
+    entries = blocks.table.gather(1, columns.clamp(max=blocks.table.shape[1] - 1))
+    entries = entries.masked_fill(columns * size > positions[:, -1:], NULL_BLOCK)
+    return entries, torch.where(positions < 0, -1, positions - first * size)
+
+
+def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the tokens, float32 or more if out of records; what is not stored has arbitrary values."""
+    entries, places = _entries(blocks, start, end)
+    if blocks.records is not None and blocks.form is not None:
+        found = _decoded(blocks, blocks.records, blocks.form, entries)
+    else:
+        ids = entries.clamp(min=0).long()
+        found = _tiles(blocks.keys, ids), _tiles(blocks.values, ids)
+    if places is None:
+        skip = start % blocks.block_size
+        keys, values = (x[:, :, skip : skip + end - start] for x in found)
+        return keys, values
+    index = places.clamp(min=0)[:, None, :, None]
+    keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in found)
+    return keys, values
+
+
+def _decoded(
+    blocks: LayerBlocks, records: torch.Tensor, form: RecordFormat, columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[batch, kv_heads, columns * block_size, dim]` of `[batch, columns]` blocks; float32 or 64."""
+    entries = columns.long()
+    dtype = accumulate_dtype(blocks.keys)
+    # [batch, columns, kv_heads, block_size, dim]
+    found = [x.to(dtype) for x in form.decode(records[entries.clamp(min=0)])]
+    dense = entries < NULL_BLOCK
+    for x, pool in zip(found, (blocks.keys, blocks.values), strict=True):
+        x[dense] = pool[dense_entry(entries[dense])].to(dtype)
+    keys, values = (x.transpose(1, 2).flatten(2, 3) for x in found)
+    return keys, values
+
+
+def _tiles(pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`[batch, kv_heads, columns * block_size, dim]` of blocks `[batch, columns]`, in one copy.
+
+    Each (block, head) tile is one contiguous run, so the pool is seen as a matrix with a tile a row. Looking
+    rows up is several times faster than indexing, which would move heads before blocks in a second copy.
+    """
+    _, kv_heads, block_size, dim = pool.shape
+    tile = block_size * dim
+    block_stride = pool.stride(0)
+    if pool.stride()[1:] != (tile, dim, 1) or block_stride % tile:
+        return pool[ids].transpose(1, 2).flatten(2, 3)
+    per_block = block_stride // tile
+    rows = pool.as_strided(((pool.shape[0] - 1) * per_block + kv_heads, tile), (tile, 1))
+    heads = torch.arange(kv_heads, device=ids.device)[:, None]
+    tiles = embedding(ids[:, None] * per_block + heads, rows)  # [batch, kv_heads, columns, tile]
+    return tiles.view(ids.shape[0], kv_heads, -1, dim)
+
+
+def _stored(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor | None:
+    """Boolean `[batch, end - start]`: which tokens lie in a block that is stored; None if all are."""
+    entries, places = _entries(blocks, start, end)
+    stored = entries != NULL_BLOCK
+    if places is None:
+        if stored.is_cpu and stored.all():
+            return None
+        skip = start % blocks.block_size
+        return stored.repeat_interleave(blocks.block_size, dim=1)[:, skip : skip + end - start]
+    stored = stored.gather(1, places.clamp(min=0) // blocks.block_size) & (places >= 0)
+    return None if stored.is_cpu and stored.all() else stored
+
+
+def _visible_by_position(blocks: LayerBlocks, a: Attention, start: int, end: int) -> torch.Tensor | None:
+    """What the stored tokens `[start, end)` show by causality, window and null blocks; None if all."""
+    stored = _stored(blocks, start, end)
+    visible = None if stored is None else stored[:, None, None]
+    q_tokens, device = a.query.shape[2], a.query.device
+    first_query = a.end - q_tokens if a.queries_are_last else a.end
+    hides_later = a.causal and end - 1 > first_query
+    hides_earlier = a.window is not None and start <= first_query + q_tokens - 1 - a.window
+    if hides_later or hides_earlier:
+        positions = torch.arange(start, end, device=device)
+        query_positions = torch.arange(first_query, first_query + q_tokens, device=device)[:, None]
+        if hides_later:
+            visible = both(visible, (positions <= query_positions)[None, None])
+        if a.window is not None:
+            visible = both(visible, (positions > query_positions - a.window)[None, None])
+    return visible

@@ -1,0 +1,376 @@
+"""Paged attention on GPUs: Triton kernels that read keys and values straight from their blocks.
+
+A decode step launches `write_kernel` and `attend_kernel` for each layer, and `merge_kernel` where rows are
+long and few enough to be split; `records` says what it launches for quantized layers. None of them waits for
+the device: tables and lengths are read there, and grids depend on the numbers of rows and heads and on the
+power of two above the rows' length, so that a CUDA graph can replay a step.
+
+With `TRITON_INTERPRET=1` in the environment before the first import of Triton the same kernels run on CPU
+tensors, slowly; that is how they are tested on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from hf_paged_cache.formats import RecordFormat
+from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
+from hf_paged_cache.kernels.reference import check_storable, decode_blocks
+from hf_paged_cache.kernels.torch.masking import additive
+from hf_paged_cache.kernels.torch.partial_softmax import Part, split_heads
+
+from .tiles import MAX_HEAD_DIM
+
+__all__ = [
+    "attend_fresh",
+    "attend_history",
+    "copy_blocks",
+    "decode",
+    "decode_blocks",
+    "encode_blocks",
+    "unavailable_reason",
+    "unsupported_reason",
+    "unusable_reason",
+    "write",
+]
+
+LOWEST_CAPABILITY = 8, 0
+"""Of NVIDIA: the first with bfloat16 in its matrix units and copies past registers."""
+AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+"""With matrix units and 512 registers a lane; on gfx11 and gfx12 every attention kernel spills."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def unavailable_reason() -> str | None:
+    """None if Triton can be imported, otherwise a sentence."""
+    if importlib.util.find_spec("triton") is None:
+        return (
+            "Triton is not installed. Builds of torch for CUDA and ROCm bring theirs; elsewhere on Linux: "
+            "`pip install 'hf-paged-cache[triton]'`."
+        )
+    try:
+        _launch()
+    except Exception as error:
+        return f"Triton cannot be used: {error}"
+    return None
+
+
+@cache
+def unusable_reason(device: torch.device) -> str | None:
+    """None if kernels run on a device, otherwise a sentence. The first call compiles two small ones.
+
+    What an architecture lacks shows in its kernels: below capability 8.0 they do not assemble, or spill
+    kilobytes a thread.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no memory left for a try.
+    """
+    if unavailable_reason() is not None or device.type != "cuda":
+        return unavailable_reason()
+    reason = _architecture_reason(device)
+    if reason is not None:
+        return reason
+    try:
+        reason = import_module(".probe", __package__).failure(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or a driver raises, another backend takes over
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        return (
+            f"A first kernel failed on {device}: {text[0]} Triton needs a C compiler and Python's headers "
+            "(gcc and python3-dev), and a folder to write to; `python -m hf_paged_cache doctor` tries again."
+        )
+    return reason and f"The Triton kernels cannot be trusted on {device}: {reason}"
+
+
+def _architecture_reason(device: torch.device) -> str | None:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        name = properties.gcnArchName.partition(":")[0]
+        if name not in AMD_ARCHITECTURES:
+            return f"The Triton kernels are made for {', '.join(AMD_ARCHITECTURES)}; {device} is {name}."
+    elif (properties.major, properties.minor) < LOWEST_CAPABILITY:
+        return (
+            f"The Triton kernels need capability {'.'.join(map(str, LOWEST_CAPABILITY))} or above; {device} "
+            f"({properties.name}) has {properties.major}.{properties.minor}."
+        )
+    return None
+
+
+def unsupported_reason(blocks: LayerBlocks) -> str | None:
+    """None if the kernels can serve these blocks, otherwise a sentence. Compiles nothing."""
+    if unavailable_reason() is not None:
+        return unavailable_reason()
+    keys, values = blocks.keys, blocks.values
+    if keys.is_cpu and not _launch().INTERPRETED:
+        return (
+            "The Triton kernels take CPU tensors only in the interpreter: set TRITON_INTERPRET=1 before "
+            "Python starts."
+        )
+    if keys.dtype not in DTYPES or values.dtype != keys.dtype:
+        return (
+            f"The Triton kernels take float32, bfloat16 or float16 blocks, not {keys.dtype} and "
+            f"{values.dtype}."
+        )
+    widest = max(keys.shape[3], values.shape[3])
+    if widest > MAX_HEAD_DIM:
+        return f"The Triton kernels take head dims up to {MAX_HEAD_DIM}, not {widest}."
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        return "The Triton kernels take blocks whose rows of head_dim elements are contiguous."
+    if keys.shape[2] < 16 or keys.shape[2] & (keys.shape[2] - 1):
+        return f"The Triton kernels take blocks of 16, 32, 64, ... tokens, not {keys.shape[2]}."
+    if blocks.records is not None and blocks.records.stride(2) != 1:
+        return "The Triton kernels take records whose bytes are contiguous."
+    if blocks.form is not None:
+        return _variants().unreadable_reason(blocks.form)  # type: ignore[no-any-return]
+    return None
+
+
+def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
+    """Store new tokens, those of columns `start, start + 1, ...` of every row.
+
+    Tokens that fall into a null block, or stand before a row begins, are dropped. Records get whole blocks,
+    unless their format is per token.
+
+    Args:
+        blocks: Changed in place.
+        key_states: `[batch, kv_heads, tokens, head_dim]`.
+        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
+        start: Column of the first new token.
+
+    Raises:
+        UnstorableValueError: A quantized layer without `blocks.fault` got NaN, infinity, or a magnitude above
+            `formats.LARGEST_VALUE`. Nothing was written.
+    """
+    end = start + key_states.shape[2]
+    if blocks.records is not None and blocks.form is not None:
+        _write_records(blocks, blocks.records, blocks.form, key_states, value_states, start)
+        return
+    held = blocks.lengths
+    lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
+    stored = blocks.keys, blocks.values, blocks.table, lengths
+    _launch().write(*stored, key_states, value_states, offsets=blocks.offsets)
+
+
+def decode(
+    blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend the stored tokens `[a.start, a.end)`; any number of queries.
+
+    Args:
+        blocks: Keys and values. Not changed.
+        a: The question; every field is honoured.
+        return_lse: Also return the log-sum-exp that merges this answer with another part's.
+
+    Returns:
+        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
+        nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
+        denominator, the sink included; -inf where there is neither a visible token nor a sink.
+    """
+    held, back = blocks.lengths, 0
+    if held is not None and held.tokens >= a.end:
+        lengths, back = held.on_device, held.tokens - a.end
+    else:
+        lengths = _equal_lengths(blocks, a.end)
+    options = {
+        "tokens": a.end,
+        "start": a.start,
+        "offsets": blocks.offsets,
+        "back": back,
+        "queries_are_last": a.queries_are_last,
+        **_rules(a, a.mask, a.causal),
+    }
+    stored = blocks.keys, blocks.values, blocks.table, lengths
+    if blocks.records is not None:
+        dense = _dense_columns(blocks, a.start, a.end)
+        out, lse = _records().attend(
+            blocks.form, blocks.records, *stored, a.query, dense_columns=dense, **options
+        )
+    else:
+        out, lse = _launch().attend(a.query, *stored, **options)
+    return (out, lse) if return_lse else out
+
+
+def attend_history(
+    blocks: LayerBlocks, a: Attention, visible: torch.Tensor | None, bias: torch.Tensor | None
+) -> Part:
+    """Attention over the stored tokens `[a.start, a.end)`, without sinks.
+
+    Args:
+        blocks: Keys and values. Not changed.
+        a: The question; its mask is replaced by the next two.
+        visible: What the mask lets see, as `masking` has it.
+        bias: What the mask adds.
+    """
+    question = Attention(
+        a.query,
+        a.start,
+        a.end,
+        a.scale,
+        _mask(visible, bias),
+        a.causal,
+        a.window,
+        a.softcap,
+        queries_are_last=a.queries_are_last,
+    )
+    out, lse = decode(blocks, question, return_lse=True)
+    return _part(out, lse, blocks.keys.shape[1])
+
+
+def attend_fresh(
+    a: Attention,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    is_causal: bool,
+) -> Part:
+    """Attention of new tokens over each other, without sinks.
+
+    Args:
+        a: Query `[batch, q_heads, q_tokens, head_dim]`, scale, window and softcap.
+        keys: `[batch, kv_heads, q_tokens, head_dim]`.
+        values: `[batch, kv_heads, q_tokens, v_head_dim]`.
+        visible: What the mask lets see of the new tokens, as `masking` has it.
+        bias: What the mask adds.
+        is_causal: Query i sees the tokens up to its own.
+    """
+    out, lse = _launch().attend_dense(a.query, keys, values, **_rules(a, _mask(visible, bias), is_causal))
+    return _part(out, lse, keys.shape[1])
+
+
+def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
+    """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
+
+    Args:
+        pool: `[num_blocks, ...]`, contiguous, changed in place.
+        src: Block ids to read.
+        dst: As many distinct block ids to overwrite.
+    """
+    assert len(src) == len(dst), f"{len(src)} blocks to read but {len(dst)} to overwrite"
+    if not src:
+        return
+    if set(src).isdisjoint(dst):
+        _launch().copy_blocks(pool, src, dst)
+        return
+    # Programs run in any order, so blocks that are both read and overwritten go through memory of their own.
+    ids = _launch().device_ids([src, dst], pool.device).long()
+    pool[ids[1]] = pool[ids[0]]
+
+
+def encode_blocks(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: list[int],
+    ids: list[int],
+) -> None:
+    """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
+
+    Args:
+        form: What the bytes of the records mean.
+        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
+        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
+        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
+        slots: Slots to read.
+        ids: As many distinct records to overwrite.
+    """
+    assert len(slots) == len(ids), f"{len(slots)} blocks to read but {len(ids)} to overwrite"
+    if slots:
+        on_device = _launch().device_ids([slots, ids], records.device)
+        _records().seal(form, records, keys, values, on_device[0], on_device[1])
+
+
+def _write_records(
+    blocks: LayerBlocks,
+    records: torch.Tensor,
+    form: RecordFormat,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    start: int,
+) -> None:
+    """In one launch where the format is per token, else in one for slots and one for whole blocks."""
+    if blocks.fault is None:
+        check_storable(blocks, key_states, value_states, start)
+    end = start + key_states.shape[2]
+    dense = _dense_columns(blocks, start, end)
+    states, options = (key_states, value_states), {"fault": blocks.fault, "offsets": blocks.offsets}
+    if form.format.is_per_token or dense:
+        held = blocks.lengths
+        lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
+        stored = records, blocks.keys, blocks.values, blocks.table, lengths
+        _records().write_tokens(form, *stored, *states, dense=bool(dense), **options)
+    if form.format.is_per_token:
+        return
+    if blocks.offsets is None:
+        whole = set(range(-(-start // form.block_size), end // form.block_size))
+        always = set.intersection(*map(set, dense)) if dense else set()
+        partial = {start // form.block_size, (end - 1) // form.block_size} - whole - always
+        name = form.format.name
+        assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
+        if whole <= always:
+            return
+    if end - start >= form.block_size:
+        _records().write_blocks(form, records, blocks.table, *states, start, **options)
+
+
+def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:
+    """The columns of `[start, end)` that hold slots, of every row or once for all; empty if none does."""
+    if not len(blocks.keys) or end <= start:
+        return ()
+    # A row that begins later has its last token before the batch's last, and its first before `start`.
+    first = start // blocks.block_size if blocks.offsets is None else 0
+    last = (end - 1) // blocks.block_size
+    found = blocks.dense_columns
+    if found is None:
+        # What a row does not store is nothing in a slot as well as in a record.
+        is_dense = (blocks.table <= NULL_BLOCK) & (blocks.table < NULL_BLOCK).any(0)
+        found = tuple(tuple(c for c, dense in enumerate(row) if dense) for row in is_dense.tolist())
+    found = tuple(tuple(column for column in row if first <= column <= last) for row in found)
+    return found if any(found) else ()
+
+
+def _rules(a: Attention, mask: torch.Tensor | None, causal: bool) -> dict[str, Any]:
+    return {
+        "scale": a.scale,
+        "mask": mask,
+        "causal": causal,
+        "window": a.window,
+        "softcap": a.softcap,
+        "sinks": a.sinks,
+    }
+
+
+def _mask(visible: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    return visible if bias is None else additive(visible, bias, torch.float32)
+
+
+def _part(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Part:
+    return Part(split_heads(out.transpose(1, 2), kv_heads), split_heads(lse, kv_heads))
+
+
+def _equal_lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:
+    return torch.full((blocks.table.shape[0],), tokens, dtype=torch.int32, device=blocks.table.device)
+
+
+@cache
+def _records() -> Any:
+    return import_module(".records", __package__)
+
+
+@cache
+def _variants() -> Any:
+    return import_module(".record_variants", __package__)
+
+
+@cache
+def _launch() -> Any:
+    # Importing Triton takes a while and fails where there is none, so this waits until a kernel is wanted.
+    return import_module(".launch", __package__)

@@ -1,0 +1,1 @@
+"""Blocks and the tensors they lie in: pools, tables, capacity, layer groups."""

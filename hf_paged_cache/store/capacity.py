@@ -1,0 +1,192 @@
+"""How many blocks the pools of a cache get."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.host import running_forward
+
+from .device.memory import free_memory_bytes, total_memory_bytes
+from .pool import KVPool, PoolShape
+from .precision import Precision
+
+_DEFAULT_TOKENS = 8192
+"""Tokens per sequence for a config that names no `max_position_embeddings`."""
+_RESERVE_TOKENS = 256
+"""Of a row beside its prompt, where memory is taken as it is allocated and nobody says how long rows get."""
+
+
+class Capacity:
+    """Sizes of pools: as asked for, or what rows may need, cut to the memory.
+
+    On a CPU memory that was never written costs nothing, so that every row gets the model's length. Elsewhere
+    a pool begins with the length at which the call in progress stops, or with the prompt and a small reserve,
+    and grows.
+
+    Args:
+        config: Settings.
+        specs: Layer index -> what the config says of that layer.
+        max_positions: Longest sequence the model was made for, if its config says.
+
+    Attributes:
+        is_asked_for: The settings say how many tokens there are to be.
+    """
+
+    def __init__(
+        self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
+    ) -> None:
+        self._config = config
+        self._row_tokens = config.max_cache_len or max_positions or _DEFAULT_TOKENS
+        self.is_asked_for = config.max_tokens is not None or config.max_cache_len is not None
+        self._specs = specs
+
+    def row_blocks(self, block_size: int) -> int:
+        """Blocks of the longest row that is expected."""
+        return -(-(self._config.max_tokens or self._row_tokens) // block_size)
+
+    def wanted_blocks(
+        self,
+        batch: int,
+        new_tokens: int,
+        shape: PoolShape,
+        precision: Precision,
+        *,
+        keep_history: bool,
+        is_static: bool,
+    ) -> dict[int | None, int]:
+        """Blocks of each group, by window.
+
+        Args:
+            batch: Rows.
+            new_tokens: Of the first forward.
+            shape: Of one layer; the others are taken to have as many heads and channels.
+            precision: How layers are stored.
+            keep_history: Windows keep what they would drop.
+            is_static: Windows drop nothing at all.
+        """
+        windows = dict.fromkeys(spec.window for spec in self._specs.values())
+        length = self._expected_tokens(new_tokens, shape.device)
+        history = new_tokens * keep_history
+        wanted = {
+            window: self._full_blocks(batch, self._config.block_size_of(window))
+            if is_static
+            else self._first_blocks(window, batch, length, history)
+            for window in windows
+        }
+        block_bytes: Counter[int | None] = Counter()
+        slot_bytes = 0  # of blocks that quantized layers keep in the model's dtype
+        for index, spec in self._specs.items():
+            dim, v_dim = spec.head_dim or shape.head_dim, spec.head_dim or shape.v_head_dim
+            layer = replace(shape, head_dim=dim, v_head_dim=v_dim, format=precision.formats[index])
+            size = self._config.block_size_of(spec.window)
+            block_bytes[spec.window] += layer.block_bytes(size)
+            if layer.format is not None:
+                slot_bytes += batch * precision.slots_per_row(size) * layer.dense_bytes(size)
+        wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
+        if self.is_asked_for:
+            self._check_memory(wanted_bytes, batch, shape.device)
+            return wanted
+        budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device) - slot_bytes
+        if wanted_bytes <= budget:
+            return wanted
+        return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}
+
+    def _first_blocks(self, window: int | None, batch: int, length: int | None, history: int) -> int:
+        """What rows begin with: of so many tokens, or full ones; a window holds so much history beside it."""
+        size = self._config.block_size_of(window)
+        full = self._full_blocks(batch, size)
+        wanted = full if length is None else min(full, batch * -(-length // size))
+        if window is None:
+            return wanted
+        return min(wanted, batch * (self.window_blocks(window) + -(-history // size)))
+
+    def _expected_tokens(self, tokens: int, device: torch.device) -> int | None:
+        """Tokens of rows that begin with so many; None if they may as well be full."""
+        if self.is_asked_for or not _is_taken_at_once(device):
+            return None
+        return max(running_forward.generated_length() or tokens + _RESERVE_TOKENS, tokens)
+
+    def grown_blocks(self, num_blocks: int, window: int | None, rows: int, pools: Sequence[KVPool]) -> int:
+        """What a pool that is too small grows to, where no more is missing.
+
+        Args:
+            num_blocks: That it has.
+            window: Of its layers. What they take for a chunk is given back, so it is no more than that.
+            rows: Of all caches that share it.
+            pools: Its tensors.
+        """
+        if window is not None:
+            return rows * self.window_blocks(window)
+        if not self.is_asked_for and (length := running_forward.generated_length()) is not None:
+            return rows * -(-length // self._config.block_size)
+        if _grow_in_place(pools):
+            return num_blocks + rows * -(-_RESERVE_TOKENS // self._config.block_size)
+        return 2 * num_blocks
+
+    def shared_blocks(self, window: int | None, pools: Sequence[KVPool], rows: int) -> int:
+        """Blocks of a group whose pools serve so many rows of several caches."""
+        wanted = self._full_blocks(rows, self._config.block_size_of(window))
+        if window is not None:
+            # Some cache may take a chunk while another is writing, and the pool cannot grow.
+            wanted = min(wanted, rows * 2 * self.window_blocks(window))
+        return min(wanted, self.ceiling_blocks(window, pools, rows))
+
+    def ceiling_blocks(self, window: int | None, pools: Sequence[KVPool], batch: int) -> int:
+        """Blocks that a group may have: what full rows take, cut to the memory.
+
+        A pool is sized for the rows it starts with. Rows that were repeated, and windows that are kept for a
+        roll-back, can want more than that, up to what was asked for.
+        """
+        full = self._full_blocks(batch, self._config.block_size_of(window))
+        block_bytes = sum(pool.bytes_per_block for pool in pools)
+        if self.is_asked_for or not block_bytes:
+            return full
+        budget = self._config.gpu_memory_utilization * free_memory_bytes(pools[0].shape.device)
+        held = pools[0].storage.tensors[0].shape[0] if _grow_in_place(pools) else 0
+        return min(full, held + int(budget / block_bytes))
+
+    def _check_memory(self, wanted_bytes: int, batch: int, device: torch.device) -> None:
+        """Raise PagedCacheError if pools could never be filled, even by a process alone on the machine."""
+        there = total_memory_bytes(device)
+        if there is None or wanted_bytes <= there:
+            return
+        size = self._config.block_size
+        tokens = self._full_blocks(batch, size) * size
+        asked = (
+            f"max_cache_len={self._config.max_cache_len} for {batch} rows"
+            if self._config.max_tokens is None
+            else f"max_tokens={self._config.max_tokens}"
+        )
+        raise PagedCacheError(
+            f"{asked} wants pools of {wanted_bytes / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} "
+            f"GiB in all, room for {tokens * there // wanted_bytes} tokens; leave it away for what fits, or "
+            "store fewer bits (`kv_cache_dtype`)"
+        )
+
+    def _full_blocks(self, batch: int, block_size: int) -> int:
+        """Blocks that hold the capacity however its tokens are spread over the rows."""
+        if self._config.max_tokens is None:
+            return batch * -(-self._row_tokens // block_size)
+        return (self._config.max_tokens + batch * (block_size - 1)) // block_size
+
+    def window_blocks(self, window: int) -> int:
+        """Blocks a row of a window layer holds at decode: so many tokens, wherever in a block they begin.
+
+        A chunk of new tokens over a full window holds the old window beside the new one while it is computed.
+        """
+        return -(-(window - 1) // self._config.block_size_of(window)) + 1
+
+
+def _grow_in_place(pools: Sequence[KVPool]) -> bool:
+    return bool(pools) and all(pool.storage.grows_in_place for pool in pools)
+
+
+def _is_taken_at_once(device: torch.device) -> bool:
+    """Whether memory is taken when it is allocated, and not when it is first written."""
+    return device.type != "cpu"

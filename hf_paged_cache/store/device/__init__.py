@@ -1,0 +1,1 @@
+"""What pools need of a device: memory, tables, streams, flags."""

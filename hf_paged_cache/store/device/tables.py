@@ -1,0 +1,147 @@
+"""Block tables and lengths of a group's rows, as kernels read them on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hf_paged_cache.kernels.call import NULL_BLOCK, RowLengths
+
+Rows = list[list[int]]
+"""The entries of every row's table."""
+
+RowsOf = Callable[[bool, int], Rows]
+"""Gives the entries of all rows from a column on; those of dense blocks marked, if it is called with True."""
+
+
+class DeviceTables:
+    """The tables of one layer group.
+
+    There are up to two on a device: one with the ids of all blocks, and one in which entries of dense blocks
+    are marked, for quantized layers.
+
+    Args:
+        row_blocks: Blocks of the longest row that is expected; tables are made that wide.
+        is_fixed: Tables have just that many columns, and lengths lie on CPUs too.
+
+    Attributes:
+        row_blocks: The same.
+        tokens: Tokens of every row.
+        offsets: Of every row, columns before it begins; empty if all begin with the first.
+    """
+
+    def __init__(self, row_blocks: int, *, is_fixed: bool) -> None:
+        self.row_blocks = row_blocks
+        self.tokens = 0
+        self.offsets: tuple[int, ...] = ()
+        self._is_fixed = is_fixed
+        self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        self._lengths: dict[torch.device, RowLengths] = {}
+        self._offsets: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables and lengths."""
+        lengths = (held.on_device for held in self._lengths.values())
+        return sum(t.nbytes for t in (*self._tables.values(), *lengths, *self._offsets.values()))
+
+    def table(self, device: torch.device, rows_of: RowsOf, *, is_marked: bool) -> torch.Tensor:
+        """The table on a device, int32 `[rows, columns]`; made if there is none."""
+        if (device, is_marked) not in self._tables:
+            self._renew(device, is_marked, rows_of(is_marked, 0))
+        return self._tables[device, is_marked]
+
+    def lengths(self, device: torch.device) -> RowLengths | None:
+        """The lengths on a device; None where kernels are told by the host."""
+        return self._lengths.get(device)
+
+    def offsets_on(self, device: torch.device) -> torch.Tensor | None:
+        """The offsets on a device, int32 `[rows]`; None if all rows begin with the batch."""
+        if self.offsets and device not in self._offsets:
+            with torch.inference_mode(False):
+                sent = torch.tensor(self.offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
+                self._offsets[device] = sent.to(device, non_blocking=True)
+        return self._offsets.get(device)
+
+    def sync(self, rows_of: RowsOf, from_column: int, offsets: tuple[int, ...]) -> bool:
+        """Bring all tables up to date from one column on. Returns whether a tensor had to be replaced."""
+        is_replaced = self.offsets != offsets
+        if is_replaced:
+            self.offsets, self._offsets = offsets, {}
+        for (device, is_marked), table in tuple(self._tables.items()):
+            rows = rows_of(is_marked, from_column)
+            if self._fits(table, rows, from_column):
+                _write_rows(table, rows, from_column)
+            else:
+                self._renew(device, is_marked, rows_of(is_marked, 0))
+                is_replaced = True
+        return is_replaced
+
+    def set_length(self, tokens: int) -> None:
+        """Tell kernels of a GPU how many tokens every row has."""
+        self.tokens = tokens
+        for lengths in self._lengths.values():
+            lengths.set(tokens)
+
+    def pull_length(self) -> int:
+        """Tokens of every row, asked of a device."""
+        lengths = next(iter(self._lengths.values()), None)
+        if lengths is not None:
+            self.tokens = int(lengths.on_device[0])
+            for held in self._lengths.values():
+                held.tokens = self.tokens
+        return self.tokens
+
+    def copy(self) -> DeviceTables:
+        """The same, in tensors of its own."""
+        twin = DeviceTables(self.row_blocks, is_fixed=self._is_fixed)
+        twin.tokens, twin.offsets = self.tokens, self.offsets
+        twin._tables = {key: table.clone() for key, table in self._tables.items()}
+        twin._lengths = {
+            device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
+        }
+        return twin
+
+    def _fits(self, table: torch.Tensor, rows: Rows, from_column: int) -> bool:
+        if self._is_fixed:
+            return table.shape == (len(rows), self.row_blocks)
+        return table.shape[0] == len(rows) and all(from_column + len(row) <= table.shape[1] for row in rows)
+
+    def _renew(self, device: torch.device, is_marked: bool, rows: Rows) -> None:
+        """A table that rows do not outgrow, and lengths for as many rows."""
+        columns = self.row_blocks
+        if not self._is_fixed:
+            columns = max(columns, 2 * max((len(row) for row in rows), default=0))
+        held = self._lengths.get(device)
+        with torch.inference_mode(False):
+            table = torch.full((len(rows), columns), NULL_BLOCK, dtype=torch.int32, device=device)
+            if self._has_lengths(device) and (held is None or held.on_device.shape[0] != len(rows)):
+                lengths = torch.full((len(rows),), self.tokens, dtype=torch.int32, device=device)
+                self._lengths[device] = RowLengths(self.tokens, lengths)
+        self._tables[device, is_marked] = table
+        _write_rows(table, rows, 0)
+
+    def _has_lengths(self, device: torch.device) -> bool:
+        """Whether kernels read lengths there, and not from the host."""
+        return self._is_fixed or device.type != "cpu"
+
+
+def _write_rows(table: torch.Tensor, rows: Rows, from_column: int) -> None:
+    """Write the entries of all rows from one column on."""
+    if table.device.type == "cpu":
+        array = table.numpy()
+        for index, row in enumerate(rows):
+            array[index, from_column : from_column + len(row)] = row
+        return
+    width = max((len(row) for row in rows), default=0)
+    if not width:
+        return
+    padded = np.full((len(rows), width), NULL_BLOCK, dtype=np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    # Pinned, so that the host need not wait until the device has read it.
+    sent = torch.from_numpy(padded)
+    sent = sent.pin_memory() if table.device.type == "cuda" else sent
+    table[:, from_column : from_column + width] = sent.to(table.device, non_blocking=True)

@@ -1,0 +1,67 @@
+"""Which layer is stored in which format, and which blocks stay in the model's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hf_paged_cache import blocks
+from hf_paged_cache.config import PagedCacheConfig
+from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.formats import KVFormat, kv_format
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the layers of a cache are stored.
+
+    Attributes:
+        formats: Layer index -> its format, None for the model's own dtype.
+        sink_tokens: First tokens of every row that quantized layers keep as they came; None for one block.
+        residual_tokens: Newest tokens that they keep at least, in whole blocks.
+        needs_full_blocks: Whether a format encodes blocks when they are full, not token by token.
+    """
+
+    formats: dict[int, KVFormat | None]
+    sink_tokens: int | None = 0
+    residual_tokens: int = 0
+    needs_full_blocks: bool = False
+
+    @classmethod
+    def of(cls, config: PagedCacheConfig, layers: Iterable[int], prompt_tokens: int) -> Precision:
+        """What the settings say for a prompt of so many tokens."""
+        name = config.kv_cache_dtype
+        if name == "adaptive":
+            name = "int4" if prompt_tokens <= config.adaptive_threshold else "int8"
+        formats = {
+            index: kv_format(config.layer_dtypes.get(index, name), group_size=config.group_size_of(index))
+            for index in layers
+        }
+        # Layers share tables, so all of them keep what one of them has to keep.
+        quantized = [form for form in formats.values() if form is not None]
+        keeps_sinks = any(form.keys.bits <= 4 for form in quantized)
+        needs_full_blocks = keeps_sinks or any(not form.is_per_token for form in quantized)
+        size, sinks, residual = config.block_size, config.sink_tokens, config.residual_length
+        if residual is not None and residual // size < needs_full_blocks:
+            raise PagedCacheError(
+                f"residual_length must be at least a block of {size} tokens, got {residual}: a format in use "
+                "encodes blocks when they are full; None is the default"
+            )
+        return cls(
+            formats,
+            sink_tokens=sinks if sinks is not None or keeps_sinks else 0,
+            residual_tokens=residual or 0,
+            needs_full_blocks=needs_full_blocks,
+        )
+
+    def sink_blocks(self, block_size: int) -> int:
+        """Blocks at the beginning of every row that quantized layers keep as they came."""
+        return 1 if self.sink_tokens is None else self.sink_tokens // block_size
+
+    def residual_blocks(self, block_size: int) -> int:
+        """Blocks at the end that they keep, the one being filled included; 0: tokens go to bytes at once."""
+        return max(int(self.needs_full_blocks), self.residual_tokens // block_size)
+
+    def slots_per_row(self, block_size: int) -> int:
+        """Blocks in the model's dtype that a row can have at one time."""
+        return blocks.slots_per_row(self.sink_blocks(block_size), self.residual_blocks(block_size))

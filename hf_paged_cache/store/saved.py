@@ -1,0 +1,272 @@
+"""The form of a saved cache: values that know what they hold, and plain dicts of them for `torch.save`.
+
+What comes out of a file may be anything that a safe loader lets pass. `parse` makes a value of it or says
+which part of it is wrong; whether the parts agree with each other and with a cache is asked by `snapshot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from hashlib import blake2b
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+
+from hf_paged_cache.blocks import NULL_BLOCK
+from hf_paged_cache.errors import PagedCacheError
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class SavedLayer:
+    """K and V of one layer, of its own tokens only: all else in the blocks is zero.
+
+    Attributes:
+        format: Name of the format that it is stored in.
+        keys: `[blocks, kv_heads, block_size, head_dim]` of all blocks, or with a format of the dense ones.
+        values: `[blocks, kv_heads, block_size, v_head_dim]`, the same.
+        records: uint8 `[blocks, kv_heads, nbytes]` of the blocks that are not in `keys` and `values`.
+    """
+
+    format: str
+    keys: torch.Tensor
+    values: torch.Tensor
+    records: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """The layers of one window.
+
+    Attributes:
+        window: Tokens that a query sees, or None for all.
+        tables: Of every row, the numbers of its blocks, counted in the order of the tables, or NULL_BLOCK.
+        offsets: Of every row, columns of the batch before it begins.
+        first_held: First token that is what a forward stored.
+        dense: Numbers of the blocks that quantized layers keep in the model's dtype, in the order of
+            `SavedLayer.keys`.
+        unguarded: Layers that the guard has yet to look at.
+        layers: Layer index -> K and V, of the layers that have their places.
+    """
+
+    window: int | None
+    tables: list[list[int]]
+    offsets: list[int]
+    first_held: int
+    dense: list[int]
+    unguarded: list[int]
+    layers: dict[int, SavedLayer]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the rows hold."""
+        return len({number for table in self.tables for number in table} - {NULL_BLOCK})
+
+    @property
+    def encoded(self) -> list[int]:
+        """The numbers of all other blocks, in the order of `SavedLayer.records`."""
+        return sorted(set(range(self.num_blocks)) - set(self.dense))
+
+
+@dataclass(frozen=True)
+class SavedPadding:
+    """What is remembered of rows that begin with padding; see `padding.Padding`."""
+
+    tokens: list[int]
+    is_left_out: bool
+    runs: list[list[tuple[int, int, int | None]]]
+    end: int
+
+
+@dataclass(frozen=True)
+class SavedWeight:
+    """What a file knows of a tensor of a model; see `ownership`.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        digest: Of a few of its values; None if they were not there, or not plain.
+    """
+
+    shape: list[int]
+    dtype: str
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """What a file knows of the weights that computed its K and V.
+
+    Attributes:
+        tensors: Name -> what is known of it.
+        adapters: Which were active, as text.
+    """
+
+    tensors: dict[str, SavedWeight]
+    adapters: str
+
+
+@dataclass(frozen=True)
+class SavedSettings:
+    """What must agree with the cache that loads it."""
+
+    block_size: int
+    kv_cache_dtype: str
+
+
+@dataclass(frozen=True)
+class SavedCache:
+    """All of a cache.
+
+    Attributes:
+        version: Of this form.
+        settings: What must agree with the cache that loads it.
+        batch: Rows.
+        length: Tokens per row.
+        tokens: Layer index -> tokens per row that this layer holds.
+        record_past: Window layers keep what they would drop.
+        input_ids: `[rows, known tokens]`.
+        owner: What tells the weights that computed K and V from others; None if that is not known.
+        padding: What is remembered of rows that begin with padding.
+        groups: One per window; none without rows.
+        hosts: Attributes of the layers (and parts of them) that are of the host's own classes.
+        checksum: Of all the rest.
+    """
+
+    version: int
+    settings: SavedSettings
+    batch: int
+    length: int
+    tokens: dict[int, int]
+    record_past: bool
+    input_ids: torch.Tensor
+    owner: SavedWeights | None
+    padding: SavedPadding
+    groups: list[SavedGroup]
+    hosts: list[dict[str, Any]]
+    checksum: str = ""
+
+
+def plain(value: Any) -> Any:
+    """The same in dicts, lists, tensors and numbers."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if type(value) is list else value
+
+
+def checksum(contents: Mapping[str, Any]) -> str:
+    """What tells a saved cache, as a plain dict, from one that was cut or changed."""
+    digest = blake2b(digest_size=16)
+    _feed({name: value for name, value in contents.items() if name != "checksum"}, digest.update)
+    return digest.hexdigest()
+
+
+def _feed(value: Any, update: Callable[[Any], None]) -> None:
+    if isinstance(value, torch.Tensor):
+        update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        update(f"{len(value)} items ".encode())
+        for key in sorted(value, key=repr):
+            update(f"{key!r}: ".encode())
+            _feed(value[key], update)
+    elif isinstance(value, list | tuple):
+        update(f"{len(value)} of ".encode())
+        for item in value:
+            _feed(item, update)
+    elif not isinstance(value, torch.device):  # where tensors are may change when they are read
+        update(f"{value!r} ".encode())
+
+
+def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
+    """What `plain` was made of.
+
+    Args:
+        kind: A class of this module, or what one of their fields is declared as.
+        value: Anything.
+        where: Its place, for messages.
+
+    Raises:
+        PagedCacheError: It is something else.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = _hints(kind)
+        _require(type(value) is dict, where, "a dict", value)
+        if missing := sorted(hints.keys() - value.keys()):
+            raise PagedCacheError(f"{where} lacks {', '.join(missing)}: it was cut or changed")
+        _require(value.keys() == hints.keys(), where, f"a dict of {', '.join(hints)}", value)
+        return kind(**{name: parse(hint, value[name], f"{where}[{name!r}]") for name, hint in hints.items()})
+    if origin is UnionType:
+        return None if value is None and NoneType in inner else parse(inner[0], value, where)
+    if origin is tuple and inner[-1] is not ...:
+        _require(
+            type(value) in (list, tuple) and len(value) == len(inner), where, f"{len(inner)} items", value
+        )
+        return tuple(parse(kind, item, where) for kind, item in zip(inner, value, strict=True))
+    if origin is tuple:
+        _require(type(value) is tuple and _is_constant(value), where, "a tuple of constants", value)
+        return value
+    if origin is list:
+        _require(type(value) is list, where, "a list", value)
+        return [parse(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if origin is dict:
+        _require(type(value) is dict, where, "a dict", value)
+        return {
+            parse(inner[0], k, where): parse(inner[1], item, f"{where}[{k!r}]") for k, item in value.items()
+        }
+    if kind is torch.Tensor:
+        _require(is_whole(value), where, "a tensor with memory for all its values", value)
+        return value.detach()
+    if kind is int:
+        _require(type(value) is int and abs(value) < 1 << 63, where, "a whole number", value)
+    _require(kind is Any or type(value) is kind, where, f"of type {getattr(kind, '__name__', kind)}", value)
+    return value
+
+
+def damaged(where: str, expected: str, got: object) -> PagedCacheError:
+    """What to raise when a part of a state dict is not as it must be."""
+    found = f"a {type(got).__name__}"
+    if isinstance(got, torch.Tensor):
+        found = f"{tuple(got.shape)} of {got.dtype} on {got.device}"
+    elif isinstance(got, str) or (isinstance(got, int) and abs(got) < 1 << 64):
+        found = repr(got)[:80]
+    elif isinstance(got, list | tuple | dict):
+        found += f" of {len(got)}"
+    return PagedCacheError(
+        f"{where} must be {expected}, got {found}: it was cut or changed. The cache is as it was"
+    )
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is an ordinary tensor whose memory really holds as many values as its shape says."""
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and not value.is_meta
+        and not value.is_quantized
+        and value.nbytes <= value.untyped_storage().nbytes()
+    )
+
+
+def _require(is_right: bool, where: str, expected: str, got: object) -> None:
+    if not is_right:
+        raise damaged(where, expected, got)
+
+
+def _is_constant(value: object) -> bool:
+    """Nested tuples, which cannot contain themselves, of numbers and strings."""
+    return type(value) in (str, int, float, bool, NoneType) or (
+        type(value) is tuple and all(_is_constant(item) for item in value)
+    )
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

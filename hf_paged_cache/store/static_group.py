@@ -1,0 +1,201 @@
+"""Rows whose blocks are all there from the start, so that a decode step can be compiled and replayed.
+
+A compiled step runs no Python: it finds tables, lengths and pools where they were when it was traced, and
+counts new tokens itself, on the device. So a row gets all its blocks at once, tensors stay in place, and the
+host asks for the length when somebody wants to know it. (The static cache of `transformers` works by the same
+rules.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from hf_paged_cache.config import LayerSpec
+from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
+from hf_paged_cache.kernels import dispatch, triton
+from hf_paged_cache.kernels.call import LayerBlocks, StaticBlocks
+
+from .layer_group import LayerGroup
+from .store import Section
+
+DEVICES = frozenset({"cuda"})
+"""Device types where compiled steps pay."""
+_COPY_BYTES = 64 << 20
+"""About as much is copied aside at one time when rows change places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The attention module that has read a layer's K and V; a compiler takes a bare reference for it."""
+
+    module: weakref.ref[torch.nn.Module]
+
+
+class StaticGroup(LayerGroup):
+    """A layer group whose rows have `row_blocks` blocks each, whatever they hold.
+
+    Args:
+        window: Tokens a query sees, or None for all. Blocks outside it stay.
+        specs: Layer index -> what the config says of that layer.
+        section: Whose blocks it takes, alone.
+        block_size: Tokens per block.
+        row_blocks: Blocks of every row.
+
+    Attributes:
+        static_blocks: Layer index -> what a compiled step reads and writes.
+        readers: Layer index -> what has read it last.
+        vetted: Layers where the kernel was seen to compute what the model's eager function does.
+    """
+
+    HAS_FIXED_ROWS = True
+
+    def __init__(
+        self,
+        window: int | None,
+        specs: dict[int, LayerSpec],
+        section: Section,
+        *,
+        block_size: int,
+        row_blocks: int,
+    ) -> None:
+        super().__init__(window, specs, section, block_size=block_size, row_blocks=row_blocks)
+        self.static_blocks: dict[int, StaticBlocks] = {}
+        self.readers: dict[int, Reader] = {}
+        self.vetted: set[int] = set()
+        reason = triton.unavailable_reason()
+        if reason is not None:
+            raise BackendUnavailable(
+                f"compile=True needs the Triton kernels: {reason} Make the cache without compile=True."
+            )
+        import_module("hf_paged_cache.kernels.triton.ops")  # registers what compiled steps call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaticGroup:
+        twin = super().__deepcopy__(memo)
+        assert isinstance(twin, StaticGroup), "a copy has the class of its original"
+        twin.static_blocks = {}
+        twin.readers, twin.vetted = dict(self.readers), set(self.vetted)
+        twin._rebuild()
+        return twin
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that a row can hold."""
+        return self._tables.row_blocks * self.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of every row, as far as the host knows."""
+        return self._tables.tokens
+
+    def pull_length(self) -> int:
+        """Tokens of every row, asked of the device."""
+        return self._tables.pull_length()
+
+    def length_tensor(self, layer_idx: int) -> torch.Tensor:
+        """Tokens of a row, as a tensor of no dims on the layer's device."""
+        return self.static_blocks[layer_idx].lengths[0]
+
+    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+        """Give a layer its place, as in `LayerGroup`.
+
+        Raises:
+            BackendUnavailable: The kernels that a compiled step calls cannot serve this layer.
+        """
+        blocks = super().claim(layer_idx, key_states, value_states)
+        name = dispatch.backend_name(blocks)
+        if name != "triton":
+            reason = next(each.reason for each in dispatch.explain(blocks) if each.name == "triton")
+            raise BackendUnavailable(
+                f"compile=True needs the Triton kernels, and layer {layer_idx} would be served by {name!r}: "
+                f"{reason} Make the cache without compile=True."
+            )
+        self._rebuild()
+        return blocks
+
+    def start(self, batch: int) -> None:
+        """Begin with so many rows, empty, but with all their blocks."""
+        self.manager.start(batch)
+        reservation = self.manager.reserve(self.capacity_tokens, keep_history=True)
+        assert reservation is not None, "a static pool holds all blocks of its rows"
+        self.sync_tables()
+        self.set_length(0)
+        self._rebuild()
+
+    def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+        """Nothing: rows keep their blocks."""
+
+    def reserve(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+        """Count new tokens; their blocks are there, those of padding too."""
+        self.set_length(self.num_tokens + new_tokens)
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Nothing was given back, so any shorter length will do."""
+
+    def crop(self, num_tokens: int) -> None:
+        """Cut every row down to its first tokens; the blocks stay."""
+        self.manager.version += 1
+        self.set_length(num_tokens)
+
+    def release_outside_window(self) -> None:
+        """Nothing: blocks outside the window stay."""
+
+    def check_rows(self, count: int) -> None:
+        """Raise PagedCacheError unless there are so many rows."""
+        rows = self.manager.batch
+        if count != rows:
+            raise PagedCacheError(
+                f"with compile=True the number of rows is fixed: there are {rows}, and {count} were asked "
+                "for. Make the cache without compile=True"
+            )
+
+    def reorder(self, row_indices: Sequence[int]) -> None:
+        """Copy rows over each other; a compiled step could not copy a shared block when it writes to one.
+
+        Raises:
+            PagedCacheError: The number of rows would change.
+        """
+        rows = self.manager.tables
+        self.check_rows(len(row_indices))
+        used = -(-self.num_tokens // self.block_size)
+        moved = [(source, row) for row, source in enumerate(row_indices) if row != source]
+        for pool in self.pools if moved else ():
+            # A block is overwritten by the same column of another row only, so columns may go one by one.
+            step = max(1, _COPY_BYTES // (pool.bytes_per_block * len(moved)))
+            for first in range(0, used, step):
+                columns = slice(first, min(first + step, used))
+                pool.copy_blocks(
+                    [block_id for source, _ in moved for block_id in rows[source].ids[columns]],
+                    [block_id for _, row in moved for block_id in rows[row].ids[columns]],
+                )
+        self.manager.version += 1
+
+    def bind_again(self) -> None:
+        """As in `LayerGroup`; compiled steps then find other tensors."""
+        super().bind_again()
+        self._rebuild()
+
+    def resize(self, row_blocks: int, num_blocks: int) -> None:
+        """Other rows: so many blocks each, in pools of so many. Only without rows."""
+        self._tables.row_blocks = row_blocks
+        if num_blocks > self.num_blocks:
+            self.grow(num_blocks)
+
+    def _rebuild(self) -> None:
+        """Note where everything lies, and that it will stay there."""
+        seen: set[torch.device] = set()
+        for layer_idx, (pool, slot, blocks) in self._layers.items():
+            assert blocks.lengths is not None, "static groups keep lengths on every device"
+            device = pool.shape.device
+            lengths = blocks.lengths.on_device
+            self.static_blocks[layer_idx] = StaticBlocks(
+                pool.keys, pool.values, slot, blocks.table, lengths, advances=device not in seen
+            )
+            seen.add(device)
+            for tensor in (pool.keys, pool.values, blocks.table, lengths):
+                torch._dynamo.mark_static_address(tensor)

@@ -1,0 +1,1 @@
+"""Tools for people: planner, profiler, timeline, doctor, command line."""

@@ -1,0 +1,210 @@
+"""What a model stores of a token, seen in a forward and not read from its config.
+
+Configs do not say it: latent attention stores one narrow head where its config has many wide ones, V may be
+narrower than K, and some layers share the K and V of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+
+from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
+from hf_paged_cache.host import architectures, compat
+
+from .skeleton import first_line, quiet, skeleton, without_content
+
+_REMEMBERED = 32
+_INSTEAD = "make the cache and ask its `memory_footprint()`"
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one layer stores of a token in one row.
+
+    Attributes:
+        kv_heads: Heads of K and V.
+        head_dim: Of K.
+        v_head_dim: Of V.
+        dtype: Of both.
+    """
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StoredShapes:
+    """What a cache holds of a model.
+
+    Attributes:
+        layers: Layer index -> what it stores of a token, in the order in which a forward writes.
+        state_bytes: Of one row, whatever its length: states of linear attention and convolutions.
+        state_token_bytes: Of one row and token, outside the blocks: keys of indexers.
+        own_tokens: Tokens that the model puts into every row beside those it is given.
+        weight_bytes: Of the model's parameters.
+        weights: Number of the model's parameters.
+    """
+
+    layers: dict[int, KVShape]
+    state_bytes: int
+    state_token_bytes: int
+    own_tokens: int
+    weight_bytes: int
+    weights: int
+
+
+_seen: dict[tuple[type, str, torch.dtype], StoredShapes] = {}
+
+
+def shapes_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> StoredShapes:
+    """What a model of that config and dtype stores; remembered, since a forward takes a second or more.
+
+    Raises:
+        PagedCacheError: There is no such model, or it cannot be looked into.
+        UnsupportedLayerError: As in `stored_shapes`.
+    """
+    key = type(config), config.to_json_string(use_diff=False), dtype
+    if key not in _seen:
+        if len(_seen) >= _REMEMBERED:
+            _seen.clear()
+        _seen[key] = stored_shapes(skeleton(config), dtype)
+    return _seen[key]
+
+
+def stored_shapes(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
+    """Run a token or two through a model, and see what it stores.
+
+    Args:
+        model: A real one, or a skeleton.
+        dtype: Counts for the model's own dtype; tensors that the model keeps in another one stay as they are.
+
+    Raises:
+        PagedCacheError: The forward fails, or counts tokens in a way of its own.
+        UnsupportedLayerError: The cache has layers whose bytes depend on more than the number of tokens.
+    """
+    config: Any = model.config
+    architectures.layer_specs(config)  # refuses what PagedCache does, before a forward fails
+    parameters = list(model.parameters())
+    own = next((p.dtype for p in parameters if p.is_floating_point()), dtype)
+
+    def kept(x: torch.Tensor) -> torch.dtype:
+        return dtype if x.dtype == own else x.dtype
+
+    def nbytes(tensors: Sequence[torch.Tensor]) -> int:
+        return sum(x.numel() * kept(x).itemsize for x in tensors)
+
+    cache = _feed(model, 1)
+    _check_kinds(config, cache)
+    states = nbytes(_states(cache))
+    grows = any(hasattr(layer, "indexer_keys") for layer in cache.layers)
+    per_token = nbytes(_states(_feed(model, 2))) - states if grows else 0
+    stored_tokens = _stored_tokens(config, cache)
+    return StoredShapes(
+        layers={
+            index: KVShape(k.shape[1], k.shape[3], v.shape[3], kept(k))
+            for index, (k, v) in cache.written.items()
+        },
+        state_bytes=states - per_token * stored_tokens,
+        state_token_bytes=per_token,
+        own_tokens=stored_tokens - 1,
+        weight_bytes=nbytes(parameters),
+        weights=sum(x.numel() for x in parameters),
+    )
+
+
+class _Recorder(DynamicCache):
+    """The host's own cache, which notes the K and V that it is given."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note, and go on."""
+        self.written.setdefault(layer_idx, (key_states, value_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _feed(model: Any, tokens: int) -> _Recorder:
+    """A cache of the host after a forward of so many tokens."""
+    device = next(model.parameters()).device
+    try:
+        try:
+            cache = _run(model, tokens, nullcontext())
+        except RuntimeError:
+            if device.type != "meta":
+                raise
+            # Several times slower, so only for models that look into tensors.
+            cache = _run(model, tokens, without_content())
+    except Exception as error:
+        way_out = " Pass the loaded model instead of its config" if device.type == "meta" else ""
+        raise PagedCacheError(
+            f"what a {model.config.model_type!r} model stores is seen in a forward on {device.type!r}, which "
+            f"failed: {first_line(error)}.{way_out}"
+        ) from error
+    devices = {x.device for x, _ in cache.written.values()}
+    if len(devices) > 1:
+        raise PagedCacheError(
+            f"the model lies on {', '.join(sorted(map(str, devices)))}, and a plan is for one device; pass "
+            "`model.config`, and as `memory` and `weights` the sums over the devices"
+        )
+    return cache
+
+
+def _run(model: Any, tokens: int, mode: AbstractContextManager[None]) -> _Recorder:
+    device = next(model.parameters()).device
+    cache = _Recorder(model.config)
+    ids = torch.ones(1, tokens, dtype=torch.long, device=device)
+    with torch.no_grad(), device, mode, quiet():
+        model(ids, **{compat.cache_argument(model): cache}, use_cache=True)
+    return cache
+
+
+def _stored_tokens(config: PreTrainedConfig, cache: _Recorder) -> int:
+    """Tokens that a forward of one token stores."""
+    counts = {keys.shape[2] for keys, _ in cache.written.values()} or {1}
+    if len(counts) > 1:
+        raise PagedCacheError(
+            f"layers of this {config.model_type!r} model store unlike numbers of tokens, so a context does "
+            f"not say how much that is; {_INSTEAD}"
+        )
+    return counts.pop()
+
+
+def _check_kinds(config: PreTrainedConfig, cache: _Recorder) -> None:
+    """Raise if nothing was stored, or a layer outside blocks keeps anything but states and indexer keys."""
+    fixed, specs = architectures.fixed_layers(config), architectures.layer_specs(config)
+    if not cache.written and any(spec.is_paged for spec, _ in specs):
+        raise PagedCacheError(
+            f"a forward of this {config.model_type!r} model wrote nothing to its cache, so that what it "
+            "stores is not known; in training some do not: call `model.eval()`"
+        )
+    for index, (spec, _) in enumerate(specs):
+        if spec.is_paged or spec.layer_type in architectures.EMPTY_LAYER_TYPES or index in fixed:
+            continue
+        if not architectures.is_linear(cache.layers[index]):
+            raise UnsupportedLayerError(
+                f"layer {index} of this {config.model_type!r} model is of kind {spec.layer_type!r}, kept by "
+                f"a class of transformers, and its bytes cannot be planned; {_INSTEAD}"
+            )
+
+
+def _states(cache: _Recorder) -> list[torch.Tensor]:
+    """Tensors of a cache beside K and V."""
+    found: list[Any] = [vars(cache).get("position_ids")]  # of an indexer, up to transformers 5.17
+    layer: Any
+    for layer in cache.layers:
+        for states in ("conv_states", "recurrent_states"):
+            found += getattr(layer, states, {}).values()
+        found += [getattr(layer, name, None) for name in ("indexer_keys", "indexer_position_ids")]
+    return [x for x in found if isinstance(x, torch.Tensor)]

@@ -1,0 +1,168 @@
+"""What a plan says: plain data, and the ways to look at it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import table
+
+
+@dataclass(frozen=True, slots=True)
+class FormatPlan:
+    """What a cache takes in one format, and how far the memory reaches with it.
+
+    Attributes:
+        kv_cache_dtype: The format.
+        tier: Where its blocks lie: `device`, the memory of the device that the layers are on.
+        bytes_per_token: Of one token in all layers while it is in every window, as it is stored for good,
+            rounded up.
+        growth_bytes_per_token: Of one more token when all windows are full, rounded up; 0 if nothing grows
+            any more.
+        request_bytes: Of a single request of the whole context: whole blocks, those in the model's dtype
+            included, and states.
+        batch_bytes: So many of them.
+        pool_bytes: What `PagedCache(..., max_tokens=plan.max_tokens)` preallocates for the batch. For several
+            rows a few blocks more than they fill, since rows may be unlike in length.
+        state_bytes: Of the batch, beside the pools: recurrent states, convolutions, keys of indexers.
+        fits: Whether weights, pools and states fit into the memory; None if that was not given.
+        max_context: Tokens per row that fit at this batch; None without a memory, or if any number does.
+        max_batch: Rows that fit at this context; None without a memory.
+    """
+
+    kv_cache_dtype: str
+    tier: str
+    bytes_per_token: int
+    growth_bytes_per_token: int
+    request_bytes: int
+    batch_bytes: int
+    pool_bytes: int
+    state_bytes: int
+    fits: bool | None
+    max_context: int | None
+    max_batch: int | None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the batch: pools and states."""
+        return self.pool_bytes + self.state_bytes
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryPlan:
+    """What a cache of a model takes, by format, and what fits. Prints as a table, in a notebook too.
+
+    Not counted: activations, working memory of kernels, block tables, and what the framework takes itself.
+
+    Attributes:
+        model_type: The model's kind, as its config calls it.
+        dtype: Of K and V where they are not quantized.
+        context: Tokens of every row, prompt and answer.
+        batch: Rows.
+        kv_cache_dtype: The format that was asked for.
+        block_size: Tokens per block.
+        max_tokens: What to give to `PagedCache` for this plan.
+        max_positions: Longest sequence the model was made for, if its config says.
+        memory_bytes: What there is, or None.
+        weight_bytes: Of the model's weights; None if unknown and not needed.
+        formats: One for each format that can store this model's heads.
+        refused: Format -> why it cannot.
+        notes: What the numbers take for granted.
+    """
+
+    model_type: str
+    dtype: str
+    context: int
+    batch: int
+    kv_cache_dtype: str
+    block_size: int
+    max_tokens: int
+    max_positions: int | None
+    memory_bytes: int | None
+    weight_bytes: int | None
+    formats: tuple[FormatPlan, ...]
+    refused: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    def of(self, kv_cache_dtype: str) -> FormatPlan:
+        """The numbers of one format.
+
+        Raises:
+            KeyError: It was not planned, or cannot store this model's heads.
+        """
+        for plan in self.formats:
+            if plan.kv_cache_dtype == kv_cache_dtype:
+                return plan
+        raise KeyError(self.refused.get(kv_cache_dtype, kv_cache_dtype))
+
+    @property
+    def chosen(self) -> FormatPlan:
+        """The numbers of the format that was asked for."""
+        return self.of(self.kv_cache_dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the format that was asked for, see `FormatPlan`."""
+        return self.chosen.bytes_per_token
+
+    @property
+    def request_bytes(self) -> int:
+        """Of the format that was asked for, see `FormatPlan`."""
+        return self.chosen.request_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the format that was asked for, see `FormatPlan`."""
+        return self.chosen.batch_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the format that was asked for, see `FormatPlan`."""
+        return self.chosen.pool_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the format that was asked for, see `FormatPlan`."""
+        return self.chosen.state_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Of the format that was asked for, see `FormatPlan`."""
+        return self.chosen.fits
+
+    @property
+    def max_context(self) -> int | None:
+        """Of the format that was asked for, see `FormatPlan`."""
+        return self.chosen.max_context
+
+    @property
+    def max_batch(self) -> int | None:
+        """Of the format that was asked for, see `FormatPlan`."""
+        return self.chosen.max_batch
+
+    def to_dict(self) -> dict[str, Any]:
+        """As dicts, lists, numbers and strings."""
+        formats = [{**asdict(plan), "cache_bytes": plan.cache_bytes} for plan in self.formats]
+        return {**asdict(self), "formats": formats, "notes": list(self.notes), "verdict": self.verdict()}
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """As JSON; also written to a file if there is a path."""
+        text = json.dumps(self.to_dict(), indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def verdict(self) -> str | None:
+        """Whether it fits, and what would if it does not; None without a memory."""
+        return None if self.memory_bytes is None else table.verdict(self)
+
+    def __str__(self) -> str:
+        return table.as_text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return table.as_html(self)

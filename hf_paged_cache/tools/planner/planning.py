@@ -1,0 +1,230 @@
+"""`plan_memory`: from a model or its config to what fits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_paged_cache.config import (
+    KV_CACHE_DTYPES,
+    LAYER_DTYPES,
+    KVCacheDtype,
+    LayerDtype,
+    PagedCacheConfig,
+    own_name,
+)
+from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
+from hf_paged_cache.formats import DEFAULT_GROUP_SIZE, FORMATS
+from hf_paged_cache.host import architectures, compat
+
+from .amounts import DTYPES, SHORT_DTYPES, as_bytes, as_dtype, shown
+from .forward import StoredShapes, shapes_of_config, stored_shapes
+from .limits import MOST, Limits
+from .plan import MemoryPlan
+from .pools import PoolSizes, pool_sizes
+
+
+def plan_memory(
+    config_or_model: object,
+    *,
+    context: int,
+    batch: int = 1,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    memory: int | str | None = None,
+    weights: int | str | torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
+    block_size: int = 64,
+    group_size: int | Mapping[int, int] = DEFAULT_GROUP_SIZE,
+    layer_dtypes: Mapping[int, LayerDtype] | None = None,
+    residual_length: int | None = None,
+    sink_tokens: int | None = None,
+) -> MemoryPlan:
+    """What a `PagedCache` of a model takes in every format, and what fits into a memory.
+
+    ```python
+    print(plan_memory(AutoConfig.from_pretrained(name), context=32768, batch=20, memory="24GiB"))
+    ```
+
+    Pools are the real ones to the byte: equal to `memory_footprint().pool_bytes` of a cache with
+    `max_tokens=plan.max_tokens` after its first forward (of a cache that was not forked, not compiled, and
+    where the guard has moved no layer to int8). Shapes of K and V are seen in a forward of a token or two: of
+    the model, or of a skeleton without weights on the meta device.
+
+    Args:
+        config_or_model: A config, which is enough, or a model.
+        context: Tokens of every row, prompt and answer.
+        batch: Rows.
+        kv_cache_dtype: The format that is asked for; the plan has the others too.
+        memory: Of the device, as bytes or `"24GiB"`; None plans sizes only.
+        weights: Bytes that the model's weights take, as a number or `"13.5GB"`; or the dtype they are kept
+            in. The default are the parameters of the model, or of a skeleton in `dtype`.
+        dtype: Of the model, and so of K and V that are not quantized. The default is the model's or the
+            config's; bfloat16 where that says nothing.
+        block_size: As `PagedCache` takes it.
+        group_size: The same.
+        layer_dtypes: The same, for the rows of all formats.
+        residual_length: The same.
+        sink_tokens: The same.
+
+    Returns:
+        Sizes and limits, by format.
+
+    Raises:
+        PagedCacheError: An argument is out of range or of the wrong type, or the model cannot be looked into.
+        UnsupportedLayerError: The model is an encoder-decoder, or `PagedCache` cannot serve it, or its bytes
+            depend on more than numbers of tokens.
+
+    Warns:
+        UserWarning: The context is longer than what the model was made for.
+    """
+    config, model = compat.resolve_config(config_or_model)
+    kv_cache_dtype = own_name(kv_cache_dtype)
+    _check_counts(context, batch, kv_cache_dtype)
+    memory_bytes = None if memory is None else as_bytes("memory", memory)
+    if config.is_encoder_decoder:
+        raise UnsupportedLayerError(
+            f"{config.model_type!r} is an encoder-decoder, whose cache also holds K and V of the source; "
+            "plans are for decoders alone. Make the caches and ask their `memory_footprint()`"
+        )
+    notes = []
+    kept, is_guess = _dtype_of(config, model, dtype)
+    if is_guess:
+        notes.append("the config names no dtype: bfloat16 is taken for granted")
+    stored = shapes_of_config(config, kept) if model is None else stored_shapes(model, kept)
+    settings = {
+        "block_size": block_size,
+        "group_size": group_size,
+        "layer_dtypes": layer_dtypes,
+        "residual_length": residual_length,
+        "sink_tokens": sink_tokens,
+    }
+    # The one that was asked for says what is wrong with a setting.
+    asked = PoolSizes(config, stored, {**settings, "kv_cache_dtype": kv_cache_dtype}, context)
+    sizes: dict[str, PoolSizes | str] = {
+        name: asked
+        if name == kv_cache_dtype
+        else pool_sizes(config, stored, {**settings, "kv_cache_dtype": name}, context)
+        for name in dict.fromkeys((*LAYER_DTYPES, kv_cache_dtype))
+    }
+    weight_bytes = _weight_bytes(weights, config, model, stored, is_needed=memory_bytes is not None)
+    budget = None if memory_bytes is None else memory_bytes - (weight_bytes or 0)
+    max_positions = architectures.max_positions(config)
+    if max_positions is not None and context > max_positions:
+        warnings.warn(
+            f"a context of {context:,} tokens is longer than the {max_positions:,} that this "
+            f"{config.model_type!r} model was made for (max_position_embeddings)",
+            UserWarning,
+            stacklevel=2,
+        )
+    return MemoryPlan(
+        model_type=str(config.model_type),
+        dtype=str(kept).removeprefix("torch."),
+        context=context,
+        batch=batch,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        max_tokens=batch * (context + stored.own_tokens),
+        max_positions=max_positions,
+        memory_bytes=memory_bytes,
+        weight_bytes=weight_bytes,
+        formats=tuple(
+            Limits(found, stored, block_size).plan(name, context, batch, budget)
+            for name, found in sizes.items()
+            if isinstance(found, PoolSizes)
+        ),
+        refused={name: why for name, why in sizes.items() if isinstance(why, str)},
+        notes=(*notes, *_notes_on_format(kv_cache_dtype, context), *_notes(config, stored)),
+    )
+
+
+def _check_counts(context: int, batch: int, kv_cache_dtype: str) -> None:
+    for name, value in (("context", context), ("batch", batch)):
+        unit = "tokens" if name == "context" else "rows"
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
+            raise PagedCacheError(f"{name} must be a positive number of {unit}, got {value!r}")
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise PagedCacheError(
+            f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
+        )
+
+
+def _dtype_of(
+    config: PreTrainedConfig, model: Any, asked: str | torch.dtype | None
+) -> tuple[torch.dtype, bool]:
+    """The dtype of K and V, and whether nobody has said it."""
+    if asked is not None:
+        return as_dtype("dtype", asked), False
+    named = None
+    if model is not None:
+        named = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    for holder in (config, config.get_text_config(decoder=True)):
+        named = named or getattr(holder, "dtype", None)
+    if named is None:
+        return torch.bfloat16, True
+    return as_dtype("dtype", named), False
+
+
+def _weight_bytes(
+    weights: int | str | torch.dtype | None,
+    config: PreTrainedConfig,
+    model: Any,
+    stored: StoredShapes,
+    *,
+    is_needed: bool,
+) -> int | None:
+    if isinstance(weights, torch.dtype):
+        return stored.weights * weights.itemsize
+    if isinstance(weights, str) and (name := SHORT_DTYPES.get(weights, weights)) in DTYPES:
+        return stored.weights * DTYPES[name].itemsize
+    if weights is not None:
+        return as_bytes("weights", weights)
+    if model is None and getattr(config, "quantization_config", None) is not None:
+        if is_needed:
+            raise PagedCacheError(
+                "the config says that its weights are quantized, and not how many bytes they take: pass them "
+                "as weights='...GB' (the size of the checkpoint's files)"
+            )
+        return None
+    return stored.weight_bytes
+
+
+def _notes_on_format(kv_cache_dtype: str, context: int) -> list[str]:
+    found = []
+    if kv_cache_dtype == "adaptive":
+        longest = PagedCacheConfig().adaptive_threshold
+        kv_cache_dtype = "int4" if context <= longest else "int8"
+        found.append(
+            f"adaptive is planned as {kv_cache_dtype}, at all lengths: it is int4 for prompts of up to "
+            f"{longest} tokens and int8 for longer ones"
+        )
+    if kv_cache_dtype in FORMATS and FORMATS[kv_cache_dtype].keys.bits <= 4:
+        found.append(
+            "the guard may store K of some layers in int8, which takes more; key_error_guard='off' does not"
+        )
+    return found
+
+
+def _notes(config: PreTrainedConfig, stored: StoredShapes) -> list[str]:
+    found = []
+    if stored.own_tokens:
+        found.append(f"the model puts {stored.own_tokens} tokens of its own into every row; they are counted")
+    if stored.state_bytes:
+        found.append(f"states of {shown(stored.state_bytes)} per row lie beside the blocks; they are counted")
+    if stored.state_token_bytes:
+        found.append(f"an indexer keeps {stored.state_token_bytes} bytes per token; they are counted")
+    if any(spec.window is not None for spec, _ in architectures.layer_specs(config)):
+        found.append(
+            "layers with a window hold one window a row; tokens that come several at a time after it is full "
+            "take what they need beside it until the next step of one token"
+        )
+    if architectures.has_outside_state(config):
+        found.append("the model keeps a recurrent state in itself; it is not counted")
+    layers = len(architectures.layer_specs(config))
+    fixed = sorted(index for index in architectures.fixed_layers(config) if index < layers)
+    if fixed:
+        found.append(f"layers {', '.join(map(str, fixed))} keep K and V of images; those are not counted")
+    return found

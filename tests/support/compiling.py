@@ -1,0 +1,64 @@
+"""Static caches and compiled steps for tests.
+
+Compiled steps call the Triton kernels, so without a GPU these tests run in Triton's interpreter and tell the
+cache that the CPU is a device where compiling pays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+from hf_paged_cache import PagedCache
+from hf_paged_cache.store import static_group
+from tests.support.models import BLOCK_SIZE, cache_kwarg, shared_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, CAPACITY = 2, 64
+PROMPT_TOKENS = 20
+
+
+def model_of(name: str) -> Any:
+    return shared_model(name).to(DEVICE)
+
+
+def static_cache(
+    model: Any, *, rows: int = ROWS, capacity: int = CAPACITY, block_size: int = BLOCK_SIZE
+) -> PagedCache:
+    return PagedCache(model, block_size=block_size, max_tokens=rows * capacity, compile=True)
+
+
+def compile_config() -> CompileConfig:
+    config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    return config
+
+
+def chunk_config() -> CompileConfig:
+    config = compile_config()
+    config.fullgraph = False  # as it is by default; otherwise the compiler's own error comes first
+    return config
+
+
+def prompt(rows: int = ROWS, tokens: int = PROMPT_TOKENS) -> dict[str, Any]:
+    """Left-padded prompts of different lengths."""
+    ids = torch.randint(3, 90, (rows, tokens), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: Any, cache: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    settings = {"max_new_tokens": 8, "do_sample": False} | options
+    tokens: torch.Tensor = model.generate(**inputs, **settings, **{cache_kwarg(): cache})
+    return tokens
+
+
+def compile_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let caches be static on this device, with the Triton kernels."""
+    monkeypatch.setattr(static_group, "DEVICES", frozenset({DEVICE}))
+    monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "triton")
+    torch._dynamo.reset()
