@@ -84,7 +84,8 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 
 def test_every_command_line_is_described() -> None:
     described = re.findall(r"<!-- command: (\S+) as python -m (\S+) -->", TEXT)
-    assert {re.sub(r"(\.tools)?\.cli$", "", module) for module, _ in described} == {name for _, name in described}
+    packages = {re.sub(r"(\.tools)?\.cli$", "", module) for module, _ in described}
+    assert packages == {name for _, name in described}
     with_typer = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for folder in ("eval", "hf_paged_cache")
