@@ -21,10 +21,10 @@ from .caller import Caller
 from .contents import Contents
 from .equal_rows import EqualRows
 from .left_padding import Forward, NotedMask
-from .ownership import Weights
 from .rows import Rows
 from .step import Step
 from .undo import Undo
+from .weights import Weights
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec, PagedCacheConfig
