@@ -23,7 +23,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from hf_paged_cache import CacheMismatchError, PagedCache, PagedCacheError
-from hf_paged_cache.forward import weights
+from hf_paged_cache.forward import ownership, weights
 from tests.support.models import ModelCase, by_name, cache_kwarg, paged_cache
 from tests.support.quantized import NAMES, cache_of, feed, ids
 from tests.support.tensor_parallel import generate
