@@ -31,7 +31,7 @@ class Rows:
         for slot, block_id in self.dense.full(self.manager, new_tokens):
             self.records[block_id] = self.slots.get(slot, "")
         self.dense.release_full(self.manager, new_tokens)
-        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
+        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding_tokens=padding)
         assert reservation is not None
         moves = self.dense.follow(self.manager, reservation)
         for source, target in moves.copied:
