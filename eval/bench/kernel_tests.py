@@ -23,7 +23,7 @@ FOLDER = "tests/kernels"
 FILES = {
     "cpp": ("test_cpp.py", "test_cpp_quantized.py", "test_prefill.py"),
     "triton": ("test_triton.py", "test_triton_quantized.py"),
-    "torch": ("test_torch_blocks.py", "test_quantized.py", "test_prefill.py"),
+    "torch": ("test_torch_kernels.py", "test_quantized.py", "test_prefill.py"),
     "reference": ("test_reference.py", "test_quantized.py"),
 }
 """Backend -> the files in `FOLDER` that guard what it computes; beside `cpp`, torch computes prompts."""

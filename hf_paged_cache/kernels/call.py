@@ -1,17 +1,14 @@
-"""What every kernel is given: one layer's blocks, and the question asked of them.
-
-Backends (`reference`, `torch`, `cpp`, `triton`) share these signatures; none of them knows of caches or
-models.
-"""
+"""Arguments of every kernel: one layer's blocks, and the question asked of them. No caches, no models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hf_paged_cache.formats import RecordFormat
+if TYPE_CHECKING:
+    from hf_paged_cache.formats import RecordFormat
 
 NULL_BLOCK = -1
 """Table entry of a block that is not stored. Kernels neither write nor attend its tokens."""
@@ -88,9 +85,9 @@ class LayerBlocks:
         offsets: None, or int32 `[batch]` on the device of the table: how many columns a row begins later than
             the batch. Those columns are neither stored nor attended, without a mask that says so, and read as
             zeros; a query in one sees nothing.
-        native: A backend's own prepared form of this object (e.g. a C struct). It keeps what it points to,
-            and is made anew when a tensor above was replaced.
-        choice: The dispatcher's note of the backend that serves blocks of this dtype, device and layout.
+        native: This object as a backend takes it (e.g. a C struct). It keeps what it points to, and is made
+            anew when a tensor above was replaced.
+        choice: The dispatcher's note of the backend that serves these blocks; None until they are used.
     """
 
     keys: torch.Tensor
@@ -106,7 +103,7 @@ class LayerBlocks:
     choice: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # A backend's form points into these very tensors, and a copy has others.
+        # What a backend prepared points into these very tensors, and a copy has others.
         kept = ("keys", "values", "table", "lengths", "records", "form", "offsets", "dense_columns", "fault")
         return None, {name: getattr(self, name) for name in kept} | {"native": None, "choice": None}
 
