@@ -27,7 +27,7 @@ FILES = {
     "reference": ("test_reference.py", "test_quantized.py"),
 }
 """Backend -> the files in `FOLDER` that guard what it computes; beside `cpp`, torch computes prompts."""
-NOT_IN_USE = {"torch": ("test_quantized and reference",), "reference": ("test_quantized and torch_blocks",)}
+NOT_IN_USE = {"torch": ("test_quantized and reference",), "reference": ("test_quantized and torch_kernels",)}
 """Backend -> tests in those files that are about another one."""
 ISAS = ("avx512", "avx2", "portable")
 _LAST_LINES = 3

@@ -24,8 +24,10 @@ class Backend(Protocol):
     its tokens, and what a mask hides. The table's entries past the end of a row are arbitrary: no block is
     looked up by them.
 
-    A module may have three more: `gather(blocks, start, end)` for quantized layers, as `dispatch.gather`;
-    `isa()`, the instruction set that it runs on; `scratch_bytes()`, the memory that it keeps between calls.
+    A module may have more: `PrefillBackend`; `gather(blocks, start, end)` for quantized layers, as
+    `dispatch.gather`; `unusable_reason(device)`, None or a sentence, where it runs on some devices of a
+    machine and not on others; `isa()`, the instruction set that it runs on; `scratch_bytes()`, the memory
+    that it keeps between calls.
     """
 
     def unavailable_reason(self) -> str | None:
@@ -148,10 +150,3 @@ class PrefillBackend(Protocol):
             bias: What the mask adds.
             is_causal: Query i sees the tokens up to its own.
         """
-
-
-class DeviceBackend(Protocol):
-    """What a backend adds that may run on some devices of a machine and not on others."""
-
-    def unusable_reason(self, device: torch.device) -> str | None:
-        """None if it runs on a device, otherwise a sentence. May compile."""

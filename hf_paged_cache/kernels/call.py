@@ -16,12 +16,12 @@ NULL_BLOCK = -1
 _Entry = TypeVar("_Entry", int, torch.Tensor)
 
 
-def dense_entry(slot: _Entry) -> _Entry:
-    """Table entry of a block of a quantized layer that is stored as it came, in a slot of `keys`/`values`.
+def dense_entry(index: _Entry) -> _Entry:
+    """Table entry of a residual block of a quantized layer, one that is stored as it came in `keys`/`values`.
 
     Such entries lie below `NULL_BLOCK`, and the function is its own inverse.
     """
-    return -2 - slot
+    return -2 - index
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class LayerBlocks:
     ```
 
     A quantized layer has `records` too. Then an entry >= 0 of the table names a record, and one below
-    `NULL_BLOCK` a slot of `keys` and `values`, which hold the few blocks in the model's own dtype:
+    `NULL_BLOCK` a residual block, of the few in the model's own dtype that `keys` and `values` hold:
 
     ```
     table  [ -2    7    3   -1   -3 ]

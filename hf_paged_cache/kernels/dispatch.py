@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_paged_cache.formats import RecordFormat
 
     from . import cpp, reference, triton
-    from .backend import Backend, DeviceBackend, PrefillBackend
+    from .backend import Backend, PrefillBackend
     from .call import Attention
     from .torch import torch_kernels
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     _torch: Backend = torch_kernels
     _reference: Backend = reference
     _prefill: PrefillBackend = triton
-    _device: DeviceBackend = triton
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -260,12 +259,11 @@ def _refusal(entry: _Entry, is_forced: bool, device: torch.device, blocks: Layer
     """Why a backend does not serve these blocks, or where there are none, pools on this device."""
     if not entry.serves(device, is_forced=is_forced):
         return f"It runs on {', '.join(sorted(entry.devices or ()))}; the blocks are on {device}."
-    backend = entry.load()
-    reason = (
-        backend.unsupported_reason(blocks) if blocks is not None else None
-    ) or backend.unavailable_reason()
+    backend: Any = entry.load()
+    reason: str | None = None if blocks is None else backend.unsupported_reason(blocks)
+    reason = reason or backend.unavailable_reason()
     if reason is None and hasattr(backend, "unusable_reason"):
-        reason = cast("DeviceBackend", backend).unusable_reason(device)
+        reason = backend.unusable_reason(device)
     return reason
 
 

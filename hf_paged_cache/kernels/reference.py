@@ -58,8 +58,8 @@ def _entry_and_slot(blocks: LayerBlocks, row: int, column: int) -> tuple[int, in
     position = column if blocks.offsets is None else column - int(blocks.offsets[row])
     if position < 0:
         return NULL_BLOCK, 0
-    place, slot = divmod(position, blocks.block_size)
-    return int(blocks.table[row, place]), slot
+    logical_block, slot = divmod(position, blocks.block_size)
+    return int(blocks.table[row, logical_block]), slot
 
 
 def check_storable(

@@ -227,7 +227,7 @@ def _pieces(
 
 
 def _entries(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The table's entries for the blocks that hold `[start, end)`, and where in them the tokens are.
+    """The table's entries for the blocks that hold `[start, end)`, and which of their slots the tokens have.
 
     The latter is `[batch, end - start]`, below 0 before a row begins; None: one after the other from slot
     `start % block_size` on, in all rows.
@@ -247,17 +247,17 @@ def _entries(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, t
 
 def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of the tokens, float32 or more if out of records; what is not stored has arbitrary values."""
-    entries, places = _entries(blocks, start, end)
+    entries, indices = _entries(blocks, start, end)
     if blocks.records is not None and blocks.form is not None:
         found = _decoded(blocks, blocks.records, blocks.form, entries)
     else:
         ids = entries.clamp(min=0).long()
         found = _tiles(blocks.keys, ids), _tiles(blocks.values, ids)
-    if places is None:
+    if indices is None:
         skip = start % blocks.block_size
         keys, values = (x[:, :, skip : skip + end - start] for x in found)
         return keys, values
-    index = places.clamp(min=0)[:, None, :, None]
+    index = indices.clamp(min=0)[:, None, :, None]
     keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in found)
     return keys, values
 
@@ -280,8 +280,8 @@ def _decoded(
 def _tiles(pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """`[batch, kv_heads, columns * block_size, dim]` of blocks `[batch, columns]`, in one copy.
 
-    Each (block, head) tile is one contiguous run, so the pool is seen as a matrix with a tile a row. Looking
-    rows up is several times faster than indexing, which would move heads before blocks in a second copy.
+    Each (block, head) tile is one contiguous run, so the pool is taken as a matrix with a tile a line, which
+    are looked up. Indexing is several times slower: it would move heads before blocks in a second copy.
     """
     _, kv_heads, block_size, dim = pool.shape
     tile = block_size * dim
@@ -289,22 +289,22 @@ def _tiles(pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     if pool.stride()[1:] != (tile, dim, 1) or block_stride % tile:
         return pool[ids].transpose(1, 2).flatten(2, 3)
     per_block = block_stride // tile
-    rows = pool.as_strided(((pool.shape[0] - 1) * per_block + kv_heads, tile), (tile, 1))
+    matrix = pool.as_strided(((pool.shape[0] - 1) * per_block + kv_heads, tile), (tile, 1))
     heads = torch.arange(kv_heads, device=ids.device)[:, None]
-    tiles = embedding(ids[:, None] * per_block + heads, rows)  # [batch, kv_heads, columns, tile]
+    tiles = embedding(ids[:, None] * per_block + heads, matrix)  # [batch, kv_heads, columns, tile]
     return tiles.view(ids.shape[0], kv_heads, -1, dim)
 
 
 def _stored(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor | None:
     """Boolean `[batch, end - start]`: which tokens lie in a block that is stored; None if all are."""
-    entries, places = _entries(blocks, start, end)
+    entries, indices = _entries(blocks, start, end)
     stored = entries != NULL_BLOCK
-    if places is None:
+    if indices is None:
         if stored.is_cpu and stored.all():
             return None
         skip = start % blocks.block_size
         return stored.repeat_interleave(blocks.block_size, dim=1)[:, skip : skip + end - start]
-    stored = stored.gather(1, places.clamp(min=0) // blocks.block_size) & (places >= 0)
+    stored = stored.gather(1, indices.clamp(min=0) // blocks.block_size) & (indices >= 0)
     return None if stored.is_cpu and stored.all() else stored
 
 
