@@ -344,10 +344,9 @@ def _paged(
     reads_own = q_tokens == 1 or fresh_keys is None or stored.blocks.records is None
     has_gap = window is not None and stored.group.has_gap(stored.start)
     if q_tokens <= MAX_DECODE_TOKENS and reads_own and not has_gap:
-        return dispatch.decode(
-            stored.blocks,
-            Attention(query, stored.start, stored.end, scale, mask, causal, softcap=softcap, sinks=sinks),
-        )
+        a = Attention(query, stored.start, stored.end, scale, mask, causal, softcap=softcap, sinks=sinks)
+        out, _ = dispatch.decode(stored.blocks, a)
+        return out
     assert fresh_keys is not None, "only views returned by `update` come this far"
     assert fresh_values is not None, "fresh K never come without fresh V"
     with without_autocast(query):

@@ -180,7 +180,7 @@ class LayerGroup:
         self.bind_again()
         if self.dense is not None:
             self._changed += self.dense.release_full(self.manager, new_tokens)
-        self._changed += self.manager.let_go(new_tokens, keep_history=keep_history, padding=padding)
+        self._changed += self.manager.let_go(new_tokens, keep_history=keep_history, padding_tokens=padding)
 
     def reserve(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
         """Make room for new tokens of every row, after `let_go`; the caller has seen that there is room.
@@ -191,7 +191,7 @@ class LayerGroup:
             padding: Of every row, leading tokens that need not be stored; empty if there are no more.
         """
         changed = [*self._changed]
-        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
+        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding_tokens=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed.append(reservation.changed_from)
         self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)

@@ -211,7 +211,7 @@ class LayerGroups:
                 raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
             return
         group.section.collect()  # first: a block that only a dropped cache shares need not be copied
-        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history, padding=padding)
+        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history, padding_tokens=padding)
         if self.provide(group, needed):
             return
         pool = group.manager.pool

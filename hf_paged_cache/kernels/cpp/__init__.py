@@ -12,7 +12,6 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 
@@ -212,17 +211,9 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         _fail(status)
 
 
-@overload
-def decode(blocks: LayerBlocks, a: Attention, *, return_lse: Literal[False] = False) -> torch.Tensor: ...
-@overload
-def decode(
-    blocks: LayerBlocks, a: Attention, *, return_lse: Literal[True]
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def decode(
     blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend stored tokens. Fastest for few query tokens, right for any number.
 
     Args:
@@ -267,7 +258,7 @@ def decode(
     )
     if status := _handle().paged_decode(native.record, call):
         _fail(status)
-    return out if lse is None else (out, lse)
+    return out, lse
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

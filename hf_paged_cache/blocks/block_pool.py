@@ -1,16 +1,14 @@
-"""Who refers to which block of a pool, and which blocks can be had."""
+"""References to the blocks of a pool, and which blocks can be had."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from hf_paged_cache.errors import PagedCacheError
 
-from .block import NULL_BLOCK, BlockState
-from .free_queue import FreeQueue
-from .overview import BlockCounters, BlockRun
+from .block import NULL_BLOCK, BlockCounters, BlockRun, BlockState
 
 # Plain ints beside the enum: its members cost an attribute look-up for every block of every call.
 _FREE, _OPEN, _SEALED, _CACHED, _PENDING = (int(state) for state in BlockState)
@@ -30,7 +28,8 @@ class BlockPool:
     is evicted before its prefix, which others are likelier to share; and free blocks come out again in the
     order of the sequence: after `release([0, 1, 2])`, `allocate(3)` gives `[0, 1, 2]`.
 
-    Every method either does all of its work or raises / returns `None` with nothing changed.
+    Every method either does all of its work or raises / returns `None` with nothing changed. An id that is
+    listed twice counts twice.
 
     Args:
         num_blocks: Size of the pool.
@@ -39,7 +38,8 @@ class BlockPool:
         counters: What happened so far.
 
     Raises:
-        PagedCacheError: `num_blocks` is below 1.
+        PagedCacheError: `num_blocks` is below 1. By methods too: for a negative number, an unknown id, or a
+            block whose state or references do not allow it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -48,10 +48,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._states = bytearray(num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last one is handed out next
-        self._cached = FreeQueue(num_blocks)
+        self._cached: OrderedDict[int, None] = OrderedDict()  # leaves from its middle in O(1) when revived
         self._pending: deque[int] = deque()
-
-    # --- questions ----------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -69,11 +67,6 @@ class BlockPool:
         return len(self._pending)
 
     @property
-    def num_cached(self) -> int:
-        """Blocks with sealed content that nobody refers to."""
-        return len(self._cached)
-
-    @property
     def num_referenced(self) -> int:
         """Blocks with at least one reference."""
         return self.num_blocks - self.num_free - self.num_pending
@@ -85,13 +78,11 @@ class BlockPool:
 
     def state(self, block_id: int) -> BlockState:
         """The state of a block."""
-        self._require_known(block_id)
-        return BlockState(self._states[block_id])
+        return BlockState(self._states[self._known(block_id)])
 
     def ref_count(self, block_id: int) -> int:
         """How many references a block has."""
-        self._require_known(block_id)
-        return self._ref_counts[block_id]
+        return self._ref_counts[self._known(block_id)]
 
     def runs(self) -> list[BlockRun]:
         """All blocks in the order of their ids, those that are alike put together. Walks the pool."""
@@ -106,19 +97,13 @@ class BlockPool:
         """Whether `allocate(num_blocks)` would succeed: free, cached and pending blocks suffice."""
         return num_blocks <= self.num_free + self.num_pending
 
-    # --- handing out and taking back ----------------------------------------------------------------------
-
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Hand out blocks: open, with one reference each. All of them or none.
 
         Flushes as many pending blocks as free ones are missing, then evicts cached ones.
 
         Returns:
-            The ids in the order described on the class, or `None` when there are too few blocks; then nothing
-            has changed.
-
-        Raises:
-            PagedCacheError: `num_blocks` is negative.
+            The ids in the order described on the class, or `None` when there are too few blocks.
         """
         _require_at_least(0, num_blocks, "num_blocks")
         if not self.can_allocate(num_blocks):
@@ -129,7 +114,7 @@ class BlockPool:
         split = len(self._free) - from_stack
         block_ids = self._free[split:][::-1]
         del self._free[split:]
-        block_ids += [self._cached.popleft() for _ in range(num_blocks - from_stack)]
+        block_ids += [self._cached.popitem(last=False)[0] for _ in range(num_blocks - from_stack)]
         self.counters.taken += num_blocks
         self.counters.evicted += num_blocks - from_stack
         states, counts = self._states, self._ref_counts
@@ -139,11 +124,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Add one reference to each block (twice to one listed twice). Cached blocks are revived as sealed.
-
-        Raises:
-            PagedCacheError: A block is unknown, free or pending.
-        """
+        """Add one reference to each block, which has content. Cached blocks are revived as sealed."""
         states, counts, num_blocks = self._states, self._ref_counts, len(self._ref_counts)
         for block_id in block_ids:
             if not 0 <= block_id < num_blocks or states[block_id] in (_FREE, _PENDING):
@@ -151,7 +132,7 @@ class BlockPool:
         revived = 0
         for block_id in block_ids:
             if states[block_id] == _CACHED:
-                self._cached.remove(block_id)
+                del self._cached[block_id]
                 states[block_id] = _SEALED
                 revived += 1
             counts[block_id] += 1
@@ -163,44 +144,27 @@ class BlockPool:
 
         A block without references becomes free; if it is sealed and `keep` is set it becomes cached instead
         and is evicted after all that are cached now.
-
-        Raises:
-            PagedCacheError: A block is unknown or has no (or too few) references.
         """
         states, free = self._states, self._free
-        for block_id in self._drop_references("release", block_ids):
+        for block_id in self._drop_references(block_ids):
             if keep and states[block_id] == _SEALED:
                 states[block_id] = _CACHED
-                self._cached.append(block_id)
+                self._cached[block_id] = None
             else:
                 states[block_id] = _FREE
                 free.append(block_id)
 
     def release_later(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference to each block, from the last listed to the first, without returning them yet.
+        """The same, but blocks without references become pending.
 
-        Blocks without references become pending; `flush_pending` or an `allocate` that is short of free
-        blocks returns them in that order.
-
-        Raises:
-            PagedCacheError: A block is unknown or has no (or too few) references.
+        `flush_pending` or an `allocate` that is short of free blocks returns them in that order.
         """
-        for block_id in self._drop_references("release", block_ids):
+        for block_id in self._drop_references(block_ids):
             self._states[block_id] = _PENDING
             self._pending.append(block_id)
 
     def flush_pending(self, max_blocks: int | None = None) -> int:
-        """Make pending blocks free, the ones released first first.
-
-        Args:
-            max_blocks: At most so many; all of them by default.
-
-        Returns:
-            How many became free.
-
-        Raises:
-            PagedCacheError: `max_blocks` is negative.
-        """
+        """Make all pending blocks free, or the `max_blocks` released first. Returns how many."""
         if max_blocks is None:
             max_blocks = self.num_pending
         _require_at_least(0, max_blocks, "max_blocks")
@@ -212,68 +176,33 @@ class BlockPool:
         return count
 
     def grow(self, num_blocks: int) -> None:
-        """Add `num_blocks` free blocks at the end of the pool; the free ones of now are handed out first.
-
-        Raises:
-            PagedCacheError: `num_blocks` is negative.
-        """
+        """Add `num_blocks` free blocks at the end of the pool; the free ones of now are handed out first."""
         _require_at_least(0, num_blocks, "num_blocks")
         old, new = self.num_blocks, self.num_blocks + num_blocks
         self._ref_counts.extend([0] * num_blocks)
         self._states.extend(bytes(num_blocks))
         self._free[:0] = range(new - 1, old - 1, -1)
-        self._cached.grow(num_blocks)
 
     def moves_to_shrink(self, num_blocks: int) -> dict[int, int]:
-        """Old -> new id of the referenced blocks that `shrink(num_blocks, ...)` moves. Changes nothing.
-
-        Raises:
-            PagedCacheError: `num_blocks` is below 1, or more blocks are referenced.
-        """
+        """Old -> new id of the referenced blocks that `shrink(num_blocks, ...)` moves. Changes nothing."""
         _require_at_least(max(1, self.num_referenced), num_blocks, "num_blocks")
         high = [block_id for block_id in range(num_blocks, self.num_blocks) if self._ref_counts[block_id]]
         low = (block_id for block_id in range(num_blocks) if not self._ref_counts[block_id])
         return dict(zip(high, low, strict=False))
 
     def shrink(self, num_blocks: int, moved: Mapping[int, int]) -> None:
-        """Keep the ids below `num_blocks`; the content of `moved` blocks has got its new place.
-
-        Who holds them has to be told. Cached content is forgotten.
-        """
-        counts, states = self._ref_counts[:num_blocks], self._states[:num_blocks]
-        for old, new in moved.items():
-            counts[new], states[new] = self._ref_counts[old], self._states[old]
-        free = [block_id for block_id in range(num_blocks - 1, -1, -1) if not counts[block_id]]
-        for block_id in free:
-            states[block_id] = _FREE
-        self._ref_counts, self._states, self._free = counts, states, free
-        self._cached, self._pending = FreeQueue(num_blocks), deque()
-
-    # --- open and sealed ----------------------------------------------------------------------------------
+        """Keep the ids below `num_blocks`; holders of `moved` blocks follow. Cached content is forgotten."""
+        new_ids = {block_id: moved.get(block_id, block_id) for block_id in self.referenced()}
+        references = {new: self._ref_counts[old] for old, new in new_ids.items()}
+        self._become(
+            _pool_of(num_blocks, references, {new: self._states[old] for old, new in new_ids.items()})
+        )
 
     def seal(self, block_id: int) -> None:
-        """Declare an open block full: it is immutable from now on.
-
-        Raises:
-            PagedCacheError: The block is not open.
-        """
+        """Declare an open block full: it is immutable from now on."""
         if not self._is_known(block_id) or self._states[block_id] != _OPEN:
             raise self._misuse("seal", block_id, "only an open block can be sealed")
         self._states[block_id] = _SEALED
-
-    def reopen(self, block_id: int) -> None:
-        """Let the only owner of a sealed block write to it again, after its tail was cropped.
-
-        Raises:
-            PagedCacheError: The block is not sealed or has several references.
-        """
-        if (
-            not self._is_known(block_id)
-            or self._states[block_id] != _SEALED
-            or self._ref_counts[block_id] != 1
-        ):
-            raise self._misuse("reopen", block_id, "only a sealed block with one reference can be reopened")
-        self._states[block_id] = _OPEN
 
     def make_writable(self, block_id: int) -> int | None:
         """Give the holder of one reference a block that nobody else can see (copy-on-write).
@@ -282,9 +211,6 @@ class BlockPool:
             The same id where there is one reference (reopened if it was sealed). Else a new open block: the
             caller's reference has moved to it, and the caller has to copy the content. `None` when no block
             can be had; then nothing has changed.
-
-        Raises:
-            PagedCacheError: The block is unknown or nobody refers to it.
         """
         if not self._is_known(block_id) or not self._ref_counts[block_id]:
             raise self._misuse("make writable", block_id, "only an open or a sealed block can be written to")
@@ -305,12 +231,7 @@ class BlockPool:
     def restricted_to(self, tables: Iterable[Iterable[int]]) -> BlockPool:
         """A pool of the same size and ids where only these tables hold blocks, which keep their states."""
         held = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
-        twin = BlockPool(self.num_blocks)
-        for block_id, count in held.items():
-            twin._ref_counts[block_id] = count
-            twin._states[block_id] = self._states[block_id]
-        twin._free = [block_id for block_id in twin._free if block_id not in held]
-        return twin
+        return _pool_of(self.num_blocks, held, self._states)
 
     def rebuild(self, num_blocks: int, holdings: Iterable[tuple[Sequence[int], int]]) -> None:
         """Find all counts and states anew, whatever they are now.
@@ -319,31 +240,24 @@ class BlockPool:
             num_blocks: Size of the pool from now on.
             holdings: All tables that hold blocks: their ids, and how many leading ones are full.
         """
-        fresh = BlockPool(num_blocks)
+        held: Counter[int] = Counter()
+        sealed: set[int] = set()
         for block_ids, num_sealed in holdings:
-            for i, block_id in enumerate(block_ids):
-                if block_id != NULL_BLOCK:
-                    fresh._ref_counts[block_id] += 1
-                    if i < num_sealed or fresh._states[block_id] == _FREE:
-                        fresh._states[block_id] = _SEALED if i < num_sealed else _OPEN
-        fresh._free = [block_id for block_id in fresh._free if not fresh._ref_counts[block_id]]
-        fresh.counters = self.counters
-        vars(self).update(vars(fresh))
-
-    # --- the invariant ------------------------------------------------------------------------------------
+            held.update(block_ids)
+            sealed.update(block_ids[:num_sealed])
+        del held[NULL_BLOCK]
+        states = {block_id: _SEALED if block_id in sealed else _OPEN for block_id in held}
+        self._become(_pool_of(num_blocks, held, states))
 
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
-        """Check that free + pending + referenced + cached = total, and counts against owners. O(pool).
+        """Raise an AssertionError unless free + pending + referenced + cached = total. O(pool).
 
         Args:
-            tables: The block ids of **every** holder of references (NULL_BLOCK entries are skipped). Without
-                them the counts are only checked against the states.
-
-        Raises:
-            AssertionError: Something is wrong. The message has every term of the sum, or the block.
+            tables: The block ids of **every** holder of references (NULL_BLOCK entries are skipped), to check
+                the counts against. Without them that is only done against the states.
         """
         free, pending, cached = set(self._free), set(self._pending), set(self._cached)
-        referenced = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
+        referenced = set(self.referenced())
         sizes = (len(self._free), len(self._pending), len(referenced), len(self._cached))
         union = free | pending | referenced | cached
         if sum(sizes) != self.num_blocks or len(union) != self.num_blocks:
@@ -374,9 +288,12 @@ class BlockPool:
                     f" tables hold {held[block_id]}."
                 )
 
-    # --- helpers ------------------------------------------------------------------------------------------
+    def _become(self, other: BlockPool) -> None:
+        """Take over the blocks of a pool, in one step that an interrupt cannot divide; the counters go on."""
+        other.counters = self.counters
+        vars(self).update(vars(other))
 
-    def _drop_references(self, action: str, block_ids: Sequence[int]) -> list[int]:
+    def _drop_references(self, block_ids: Sequence[int]) -> list[int]:
         """Drop one reference each, last listed first; all or nothing. Returns those that have none left."""
         counts, num_blocks = self._ref_counts, len(self._ref_counts)
         unreferenced = []
@@ -384,7 +301,7 @@ class BlockPool:
             if not 0 <= block_id < num_blocks or counts[block_id] == 0:
                 for undone in block_ids[len(block_ids) - done :]:
                     counts[undone] += 1
-                raise self._misuse(action, block_id, "it was released more often than it was taken")
+                raise self._misuse("release", block_id, "it was released more often than it was taken")
             left = counts[block_id] - 1
             counts[block_id] = left
             if left == 0:
@@ -395,9 +312,10 @@ class BlockPool:
     def _is_known(self, block_id: int) -> bool:
         return 0 <= block_id < len(self._ref_counts)
 
-    def _require_known(self, block_id: int) -> None:
+    def _known(self, block_id: int) -> int:
         if not self._is_known(block_id):
             raise self._misuse("look at", block_id, "")
+        return block_id
 
     def _misuse(self, action: str, block_id: int, why: str) -> PagedCacheError:
         if not self._is_known(block_id):
@@ -405,6 +323,17 @@ class BlockPool:
             return PagedCacheError(f"Cannot {action} block {block_id}: unknown id, expected one of {known}.")
         is_now = f"it is {self.state(block_id).name}, references: {self._ref_counts[block_id]}"
         return PagedCacheError(f"Cannot {action} block {block_id}: {is_now}; {why}.")
+
+
+def _pool_of(
+    num_blocks: int, references: Mapping[int, int], states: Mapping[int, int] | Sequence[int]
+) -> BlockPool:
+    """A pool in which these blocks have so many references, and all others are free."""
+    pool = BlockPool(num_blocks)
+    for block_id, count in references.items():
+        pool._ref_counts[block_id], pool._states[block_id] = count, states[block_id]
+    pool._free = [block_id for block_id in pool._free if block_id not in references]
+    return pool
 
 
 def _require_at_least(lowest: int, value: int, name: str) -> None:

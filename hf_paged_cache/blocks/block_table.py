@@ -33,6 +33,9 @@ class BlockTable:
         num_dropped: Leading blocks known to be NULL: `drop_before` need not look at them again.
         num_sealed: Leading blocks that need no look when full blocks are sealed.
         dense: Logical blocks, in order, that quantized layers keep in the model's dtype; see `DenseBlocks`.
+
+    Raises:
+        PagedCacheError: By methods too, for a number that does not fit the sequence; nothing has changed.
     """
 
     block_size: int
@@ -63,11 +66,7 @@ class BlockTable:
         return -(-(self.num_tokens + num_tokens) // self.block_size) - len(self.ids)
 
     def append(self, num_tokens: int, new_ids: Sequence[int]) -> None:
-        """Make room for `num_tokens` new tokens: first in the last block, then in `new_ids`.
-
-        Raises:
-            PagedCacheError: `new_ids` has not `blocks_needed(num_tokens)` ids; the table is unchanged.
-        """
+        """Make room for `num_tokens` new tokens: first in the last block, then in `new_ids`."""
         needed = self.blocks_needed(num_tokens)
         if len(new_ids) != needed:
             raise PagedCacheError(
@@ -78,14 +77,7 @@ class BlockTable:
         self.num_tokens += num_tokens
 
     def crop(self, num_tokens: int) -> list[int]:
-        """Cut the sequence down to its first `num_tokens` tokens.
-
-        Returns:
-            The ids of the blocks that no token lies in any more, in order, without NULL ones.
-
-        Raises:
-            PagedCacheError: `num_tokens` is negative or longer than the sequence.
-        """
+        """Cut the sequence down to its first tokens. Returns the ids of blocks that have no token left."""
         self._require_token(num_tokens, "num_tokens")
         num_blocks = -(-num_tokens // self.block_size)
         dropped = [block_id for block_id in self.ids[num_blocks:] if block_id != NULL_BLOCK]
@@ -97,14 +89,7 @@ class BlockTable:
         return dropped
 
     def drop_before(self, token: int) -> list[int]:
-        """Stop storing the blocks that lie wholly before a token; their entries become NULL_BLOCK.
-
-        Returns:
-            The ids that were dropped, in order.
-
-        Raises:
-            PagedCacheError: `token` is negative or beyond the end of the sequence.
-        """
+        """Make the entries of blocks that lie wholly before a token NULL_BLOCK. Returns the ids they had."""
         self._require_token(token, "token")
         dropped = []
         for i in range(self.num_dropped, token // self.block_size):
@@ -123,17 +108,6 @@ class BlockTable:
     def stored_ids(self) -> list[int]:
         """The ids without NULL ones, in order."""
         return [block_id for block_id in self.ids if block_id != NULL_BLOCK]
-
-    def slots(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Where the tokens `start … end - 1` lie: (block id or NULL_BLOCK, slot in the block) each.
-
-        Raises:
-            PagedCacheError: The range is not within the sequence.
-        """
-        self._require_token(end, "end")
-        if not 0 <= start <= end:
-            raise PagedCacheError(f"Expected 0 ≤ start ≤ end = {end}, got start = {start}.")
-        return [(self.ids[token // self.block_size], token % self.block_size) for token in range(start, end)]
 
     def _require_token(self, token: int, name: str) -> None:
         if not 0 <= token <= self.num_tokens:

@@ -1,14 +1,15 @@
-"""Which blocks of quantized layers are kept in the model's own dtype, and in which slots of the pools."""
+"""Blocks of quantized layers that are kept in the model's own dtype, and their places in the pools."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .block import NULL_BLOCK
-from .manager import BlockManager
-from .reservation import Reservation
-from .table import BlockTable
+
+if TYPE_CHECKING:
+    from .block_manager import BlockManager, Reservation
+    from .block_table import BlockTable
 
 
 def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:
@@ -31,7 +32,7 @@ class Moves(NamedTuple):
 
 
 class SavedSlots(NamedTuple):
-    """What dense blocks were at one time, see `DenseBlocks.save`."""
+    """The slots at one time, see `DenseBlocks.save`."""
 
     num_slots: int
     slots: dict[int, int]
@@ -81,6 +82,10 @@ class DenseBlocks:
         """Block id -> slot, of the dense blocks of all rows."""
         return {table.ids[c]: slot for table in manager.tables for c, slot in self.slots_of(table)}
 
+    def slots_of(self, table: BlockTable) -> list[tuple[int, int]]:
+        """The dense columns of a row, as (column, slot)."""
+        return [(column, self._slots[table.ids[column]]) for column in table.dense]
+
     def renumber(self, moved: Mapping[int, int]) -> None:
         """Follow blocks that got other ids, which nobody held."""
         for block_id in moved.values():
@@ -111,12 +116,10 @@ class DenseBlocks:
     def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
         """Give slots to what a reservation made dense."""
         size = manager.block_size
-        copied: list[tuple[int, int]] = []
-        unsealed: list[tuple[int, int]] = []
-        changed: list[int] = []
-        for _, block_id in reservation.copies:
-            self._drop(block_id)  # of an earlier life of that block
+        moves = Moves([], [], [])
         sources = {new: old for old, new in reservation.copies}
+        for block_id in sources:
+            self._drop(block_id)  # of an earlier life of that block
         # The tables name the copies by now, and the slots of what is copied have to last until then.
         left = set(sources.values())
         grown = [
@@ -126,16 +129,16 @@ class DenseBlocks:
         ]
         for table, start in grown:
             column = start // size
-            if not start % size or not self._writes_densely(column):
+            if not start % size or not (self.residual_blocks or column < self.sink_blocks):
                 continue
             block_id = table.ids[column]
             source = sources.get(block_id, block_id)
             if source not in self._slots:
                 table.dense.append(column)
-                unsealed.append((source, self._slot_for(manager, block_id, left)))
-                changed.append(column)
+                moves.unsealed.append((source, self._slot_for(manager, block_id, left)))
+                moves.columns.append(column)
             elif source != block_id:
-                copied.append((self._slots[source], self._slot_for(manager, block_id, left)))
+                moves.copied.append((self._slots[source], self._slot_for(manager, block_id, left)))
         for table, start in grown:
             last = (table.num_tokens - 1) // size
             for column in range(-(-start // size), last + 1):
@@ -146,7 +149,7 @@ class DenseBlocks:
                     self._slot_for(manager, table.ids[column], left)
                 else:
                     self._drop(table.ids[column])
-        return Moves(copied, unsealed, changed)
+        return moves
 
     def reset(self) -> None:
         """Forget everything."""
@@ -164,14 +167,6 @@ class DenseBlocks:
     def provide_rows(self, rows: int) -> None:
         """Have the slots that so many rows can need."""
         self._provide(rows * slots_per_row(self.sink_blocks, self.residual_blocks))
-
-    def _provide(self, num_slots: int) -> None:
-        self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
-        self.num_slots = max(self.num_slots, num_slots)
-
-    def slots_of(self, table: BlockTable) -> list[tuple[int, int]]:
-        """The dense columns of a row, as (column, slot)."""
-        return [(column, self._slots[table.ids[column]]) for column in table.dense]
 
     def check_integrity(self, manager: BlockManager) -> None:
         """Raise an AssertionError if two blocks have one slot, one is lost, or a table lists other blocks."""
@@ -197,8 +192,9 @@ class DenseBlocks:
             found += [(table, c) for c in table.dense if self.sink_blocks <= c < stop]
         return found
 
-    def _writes_densely(self, column: int) -> bool:
-        return self.residual_blocks > 0 or column < self.sink_blocks
+    def _provide(self, num_slots: int) -> None:
+        self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
+        self.num_slots = max(self.num_slots, num_slots)
 
     def _slot_for(self, manager: BlockManager, block_id: int, kept: Collection[int] = ()) -> int:
         if block_id not in self._slots:

@@ -47,10 +47,10 @@ def test_query_masked_everywhere_by_finfo_min_averages_all_tokens_alike(
     mask = torch.zeros(2, 1, 2, 150)
     mask[0, 0, 1] = torch.finfo(torch.float32).min
     problem.attention.mask = mask
-    got = torch_kernels.decode(problem.blocks, problem.attention)
+    got = torch_kernels.decode(problem.blocks, problem.attention)[0]
     mean = problem.values[0].mean(dim=1).repeat_interleave(2, dim=0)
     assert rms_ratio(got[0, 1], mean) < 2e-6
-    assert rms_ratio(got, reference.decode(problem.blocks, problem.attention)) < 2e-6
+    assert rms_ratio(got, reference.decode(problem.blocks, problem.attention)[0]) < 2e-6
 
 
 def test_decode_of_no_tokens_is_zeros_and_the_sink() -> None:
@@ -64,7 +64,7 @@ def test_decode_of_no_tokens_is_zeros_and_the_sink() -> None:
 def test_decode_is_nan_where_a_visible_value_is_nan() -> None:
     problem = build(Case("nan", end=500, batch=1, block_size=16))
     problem.blocks.values[problem.blocks.table[0, 3], 0, 3] = torch.nan
-    out = torch_kernels.decode(problem.blocks, problem.attention)
+    out = torch_kernels.decode(problem.blocks, problem.attention)[0]
     assert out[0, 0, 0].isnan().all()
     assert not out[0, 0, 1].isnan().any()
 
@@ -138,4 +138,4 @@ def test_nan_in_a_mask_is_not_hidden() -> None:
     problem = build(Case("nan", end=70))
     problem.attention.mask = torch.zeros(70)
     problem.attention.mask[3] = torch.nan
-    assert torch_kernels.decode(problem.blocks, problem.attention).isnan().all()
+    assert torch_kernels.decode(problem.blocks, problem.attention)[0].isnan().all()
