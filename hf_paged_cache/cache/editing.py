@@ -271,6 +271,6 @@ class CacheTools:
         state = self._state
         if self._hosts or any(group.window is not None for group in state.groups):
             return "layers with a window or a recurrent state do not hold all of the history"
-        if any(group.dense is not None or any(group.formats.values()) for group in state.groups):
+        if any(any(group.formats.values()) for group in state.groups):
             return "moving the tokens behind would encode them a second time"
         return architectures.why_keys_have_positions(self._config)

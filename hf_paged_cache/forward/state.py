@@ -224,7 +224,7 @@ class CacheState:
         caches of the pool could replace its tensors, and from now on they cannot.
         """
         step = self._step
-        if step is None or not self.group_of(layer_idx).section.is_shared or not step.is_over:
+        if step is None or not self.group_of(layer_idx).store.is_shared or not step.is_over:
             return
 
         def make() -> None:
