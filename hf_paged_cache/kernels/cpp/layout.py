@@ -7,21 +7,12 @@ import struct
 import torch
 
 from hf_paged_cache.formats import Codec
-from hf_paged_cache.formats.int4_group import Int4Group
 from hf_paged_cache.kernels.call import LayerBlocks
 
 MAX_BLOCK_SIZE = 256
 """Tokens per block that the kernel has room for."""
 
 _ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CODECS = {
-    "int8_token": 1,
-    "fp8_token": 2,
-    "int4_token": 3,
-    "int4_channel": 4,
-    "int8_block": 5,
-    "int4_group": 6,
-}
 
 # Field by field: K, V and table; their strides; shapes; records; how K lie in one; how V do; offsets.
 _BLOCKS = struct.Struct("=3q 1q 3q 3q 6q 1q 5q 4q 4q 1q")
@@ -54,7 +45,7 @@ def _unsupported_records(blocks: LayerBlocks) -> str | None:
     if records is None or form is None:
         return None
     for codec in (form.format.keys, form.format.values):
-        if codec.name not in _CODECS:
+        if codec.kernel_id == 0:
             return f"The C++ kernel does not know the codec {codec.name!r}."
     if records.dtype != torch.uint8 or records.device.type != "cpu" or records.stride(-1) != 1:
         return (
@@ -109,5 +100,4 @@ def _records_fields(blocks: LayerBlocks) -> tuple[int, ...]:
 
 
 def _part_fields(codec: Codec, codes: int, params: int) -> tuple[int, int, int, int]:
-    group_size = codec.group_size if isinstance(codec, Int4Group) else 1
-    return _CODECS[codec.name], codes, params, group_size
+    return codec.kernel_id, codes, params, codec.group_size
