@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "prefetch.h"
-#include "rows.h"
+#include "../base/elements.h"
+#include "../base/prefetch.h"
 
 namespace paged {
 
@@ -15,11 +15,11 @@ constexpr int columns_together(int rows) {
 
 // acc[r][column] += sum over t of weights[r][t] * values[t][column], for C pairs of columns. With kPartial
 // the only pair has `count` elements.
-template <class Row, int R, int C, bool kPartial>
-void add_columns(const float* weights, int weights_stride, const typename Row::Element* values,
-                 std::int64_t value_stride, int tokens, int count, float* acc, std::int64_t acc_stride,
-                 std::int64_t prefetch_bytes) {
-  constexpr int kPieceBytes = kPair * sizeof(typename Row::Element);
+template <class Element, int R, int C, bool kPartial>
+void add_columns(const float* weights, int weights_stride, const typename Element::Type* values,
+                 int64_t value_stride, int tokens, int count, float* acc, int64_t acc_stride,
+                 int64_t prefetch_bytes) {
+  constexpr int kPieceBytes = kPair * sizeof(typename Element::Type);
   Vec sums[R][2 * C];
   PAGED_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -27,10 +27,10 @@ void add_columns(const float* weights, int weights_stride, const typename Row::E
     for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(acc + r * acc_stride + c * kLanes);
   }
   for (int t = 0; t < tokens; ++t) {
-    const typename Row::Element* row = values + t * value_stride;
+    const typename Element::Type* row = values + t * value_stride;
     PAGED_UNROLL
     for (int c = 0; c < C; ++c) {
-      const Pair v = kPartial ? Row::load_first(row, count) : Row::load(row + c * kPair);
+      const Pair v = kPartial ? Element::load_first(row, count) : Element::load(row + c * kPair);
       prefetch_piece(moved(row + c * kPair, prefetch_bytes), kPieceBytes, c);
       PAGED_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -49,41 +49,34 @@ void add_columns(const float* weights, int weights_stride, const typename Row::E
 
 // Adds the weighted values of `tokens` tokens to R rows of sums, which are in lane order, `dim` rounded up to
 // pairs.
-template <class Row, int R>
-void add_values(const float* weights, int weights_stride, const typename Row::Element* values,
-                std::int64_t value_stride, int tokens, int dim, float* acc, std::int64_t acc_stride,
-                std::int64_t prefetch_bytes) {
+template <class Element, int R>
+void add_values(const float* weights, int weights_stride, const typename Element::Type* values,
+                int64_t value_stride, int tokens, int dim, float* acc, int64_t acc_stride,
+                int64_t prefetch_bytes) {
   constexpr int C = columns_together(R);
   const int pairs = dim / kPair;
   int c = 0;
   const auto add = [&](auto columns) {
     constexpr int kColumns = decltype(columns)::value;
     for (; c + kColumns <= pairs; c += kColumns) {
-      add_columns<Row, R, kColumns, false>(weights, weights_stride, values + c * kPair, value_stride, tokens,
-                                           0, acc + c * kPair, acc_stride, prefetch_bytes);
+      add_columns<Element, R, kColumns, false>(weights, weights_stride, values + c * kPair, value_stride,
+                                               tokens, 0, acc + c * kPair, acc_stride, prefetch_bytes);
     }
   };
   add(std::integral_constant<int, C>());
   if constexpr (C > 2) add(std::integral_constant<int, 2>());
   if constexpr (C > 1) add(std::integral_constant<int, 1>());
   if (dim % kPair != 0) {
-    add_columns<Row, R, 1, true>(weights, weights_stride, values + c * kPair, value_stride, tokens,
-                                 dim % kPair, acc + c * kPair, acc_stride, prefetch_bytes);
+    add_columns<Element, R, 1, true>(weights, weights_stride, values + c * kPair, value_stride, tokens,
+                                     dim % kPair, acc + c * kPair, acc_stride, prefetch_bytes);
   }
 }
 
 // Writes `dim` sums, times `factor`, to a row of the element type.
-template <class Row>
-void store_values(const float* acc, float factor, int dim, typename Row::Element* out) {
+template <class Element>
+void store_values(const float* acc, float factor, int dim, typename Element::Type* out) {
   for (int c = 0; c < dim; c += kPair) {
-    const Pair v = {load(acc + c) * factor, load(acc + c + kLanes) * factor};
-    if (dim - c >= kPair) {
-      Row::store(out + c, v);
-    } else {
-      typename Row::Element padded[kPair];
-      Row::store(padded, v);
-      std::memcpy(out + c, padded, static_cast<std::size_t>(dim - c) * sizeof(padded[0]));
-    }
+    store_up_to<Element>(out + c, {load(acc + c) * factor, load(acc + c + kLanes) * factor}, dim - c);
   }
 }
 
