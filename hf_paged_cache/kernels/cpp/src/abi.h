@@ -92,6 +92,7 @@ enum Status : int {
   kUnstorableValues = 5
 };
 
+constexpr int kMaxBlockSize = 256;  // `MAX_BLOCK_SIZE` of structs.py
 constexpr int32_t kNullBlock = -1;
 
 inline int64_t offset_of(const Blocks& blocks, int64_t b) {

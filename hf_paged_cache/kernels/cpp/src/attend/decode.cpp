@@ -10,8 +10,12 @@ void DenseTiles<Element>::attend(int64_t b, int64_t h, Tile<Element> tile, const
   const int64_t sums_stride = round_up(blocks_.values.dim, kPair);
   by_passes(per_head, [&](int64_t first, auto count) {
     const int64_t query = h * per_head + first;
-    const Queries queries = {
-        b, h, first, prepared + query * query_stride_, into.sums + query * sums_stride, into.softmax + query};
+    const Queries queries = {b,
+                             h,
+                             first,
+                             {prepared + query * query_stride_, query_stride_},
+                             {into.sums + query * sums_stride, sums_stride},
+                             into.softmax + query};
     tiles_.template attend<Element, decltype(count)::value>(tile, queries);
     tile.key_prefetch_bytes = tile.value_prefetch_bytes = 0;  // the first pass has asked for the next tile
   });
@@ -43,8 +47,8 @@ class DenseLayer {
       if (!last_head || next != nullptr) {
         const Tile<Element> after =
             last_head ? tiles_.tile(next->entry, *next, 0) : tiles_.tile(block.entry, block, h + 1);
-        tile.key_prefetch_bytes = bytes_between(tile.keys, after.keys);
-        tile.value_prefetch_bytes = bytes_between(tile.values, after.values);
+        tile.key_prefetch_bytes = bytes_between(tile.keys.first, after.keys.first);
+        tile.value_prefetch_bytes = bytes_between(tile.values.first, after.values.first);
       }
       tiles_.attend(b, h, tile, reinterpret_cast<const float*>(worker), into);
     }

@@ -13,7 +13,7 @@ class DenseTiles {
   DenseTiles(const Blocks& blocks, const Call& call)
       : blocks_(blocks),
         call_(call),
-        tiles_(blocks, call),
+        tiles_(blocks, call, static_cast<float>(call.scale)),
         queries_(call.q_heads * call.q_tokens),
         query_stride_(prepared_query_floats<Element>(blocks.keys.dim)) {}
 
@@ -31,8 +31,9 @@ class DenseTiles {
   }
 
   Tile<Element> tile(int64_t block, const VisibleBlock& visible, int64_t h) const {
-    return {at<const Type>(blocks_.keys.pool, block, h, visible.slot),
-            at<const Type>(blocks_.values.pool, block, h, visible.slot),
+    const Strided &keys = blocks_.keys.pool, &values = blocks_.values.pool;
+    return {{at<const Type>(keys, block, h, visible.slot), keys.token_stride},
+            {at<const Type>(values, block, h, visible.slot), values.token_stride},
             visible.first,
             visible.tokens,
             visible.masked,

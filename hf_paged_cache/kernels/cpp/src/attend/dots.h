@@ -158,26 +158,28 @@ inline __m512i four_rows(const uint8_t* p, int64_t stride) {
 // summed over lanes. Up to 15 bytes past the last row are read: they are the record's own, and the queries
 // are 0 there.
 template <int R, bool kNibbles>
-void score_codes(const char* queries, const uint8_t* codes, int64_t row_bytes, int tokens, int32_t* scores,
+void score_codes(const char* queries, const uint8_t* codes, int64_t code_bytes, int tokens, int32_t* scores,
                  int64_t prefetch_bytes) {
   constexpr int kChains = R >= 3 ? 1 : 4 / R;  // so many sums side by side that none waits for another
   constexpr int kColumn = 16;
   uint8_t last[kLanes * kMaxIntegerDim + kColumn];
   for (int t = 0; t < tokens; t += kLanes) {
-    const uint8_t* group = codes + t * row_bytes;
-    prefetch_lines(moved(group, prefetch_bytes), kLanes * row_bytes);
+    const uint8_t* group = codes + t * code_bytes;
+    prefetch_lines(moved(group, prefetch_bytes), kLanes * code_bytes);
     if (t + kLanes > tokens) {
-      std::memcpy(last, group, static_cast<std::size_t>((tokens - t) * row_bytes));
+      std::memcpy(last, group, static_cast<std::size_t>((tokens - t) * code_bytes));
       group = last;  // what follows there is arbitrary, as are the scores of no tokens
     }
     __m512i high[R * kChains], low[R * kChains];
-    PAGED_UNROLL
-    for (int i = 0; i < R * kChains; ++i) high[i] = low[i] = _mm512_setzero_si512();
-    for (int64_t c = 0; c < row_bytes; c += kColumn) {
+    PAGED_UNROLLED(i, R * kChains) high[i] = low[i] = _mm512_setzero_si512();
+    for (int64_t c = 0; c < code_bytes; c += kColumn) {
       __m512i v[4];
       const uint8_t* row = group + c;
-      PAGED_UNROLL
-      for (int i = 0; i < 4; ++i, row += row_bytes) v[i] = four_rows(row = opaque(row), 4 * row_bytes);
+      PAGED_UNROLLED(i, 4) {
+        row = opaque(row);
+        v[i] = four_rows(row, 4 * code_bytes);
+        row += code_bytes;
+      }
       const __m512i v01 = _mm512_unpacklo_epi32(v[0], v[1]), w01 = _mm512_unpackhi_epi32(v[0], v[1]);
       const __m512i v23 = _mm512_unpacklo_epi32(v[2], v[3]), w23 = _mm512_unpackhi_epi32(v[2], v[3]);
       v[0] = _mm512_unpacklo_epi64(v01, v23);
@@ -185,20 +187,17 @@ void score_codes(const char* queries, const uint8_t* codes, int64_t row_bytes, i
       v[2] = _mm512_unpacklo_epi64(w01, w23);
       v[3] = _mm512_unpackhi_epi64(w01, w23);
       const char* query = opaque(queries + c);
-      PAGED_UNROLL
-      for (int g = 0; g < 4; ++g) {
+      PAGED_UNROLLED(g, 4) {
         // Flipping the top bit of int8 adds 128, which the query's sum takes away again.
         const __m512i k = kNibbles ? low_nibbles(v[g]) : _mm512_xor_si512(v[g], _mm512_set1_epi8(-128));
-        PAGED_UNROLL
-        for (int r = 0; r < R; ++r) {
+        PAGED_UNROLLED(r, R) {
           const int i = r * kChains + g % kChains;
           high[i] = dot_bytes(high[i], k, query + r * kQueryBytes + 4 * g);
           low[i] = dot_bytes(low[i], k, query + r * kQueryBytes + kTermBytes + 4 * g);
         }
         if constexpr (kNibbles) {
           const __m512i upper = high_nibbles(v[g]);
-          PAGED_UNROLL
-          for (int r = 0; r < R; ++r) {
+          PAGED_UNROLLED(r, R) {
             const int i = r * kChains + g % kChains;
             high[i] = dot_bytes(high[i], upper, query + r * kQueryBytes + kUpperBytes + 4 * g);
             low[i] = dot_bytes(low[i], upper, query + r * kQueryBytes + kTermBytes + kUpperBytes + 4 * g);
@@ -206,15 +205,14 @@ void score_codes(const char* queries, const uint8_t* codes, int64_t row_bytes, i
         }
       }
     }
-    PAGED_UNROLL
-    for (int r = 0; r < R; ++r) {
-      PAGED_UNROLL
-      for (int i = 1; i < kChains; ++i) {
-        high[r * kChains] = _mm512_add_epi32(high[r * kChains], high[r * kChains + i]);
-        low[r * kChains] = _mm512_add_epi32(low[r * kChains], low[r * kChains + i]);
+    PAGED_UNROLLED(r, R) {
+      const int own = r * kChains;
+      PAGED_UNROLLED(i, kChains - 1) {
+        high[own] = _mm512_add_epi32(high[own], high[own + i + 1]);
+        low[own] = _mm512_add_epi32(low[own], low[own + i + 1]);
       }
       _mm512_storeu_si512(scores + r * kScoreStride + t,
-                          _mm512_add_epi32(_mm512_slli_epi32(high[r * kChains], 8), low[r * kChains]));
+                          _mm512_add_epi32(_mm512_slli_epi32(high[own], 8), low[own]));
     }
   }
 }

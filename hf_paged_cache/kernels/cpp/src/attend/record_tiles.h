@@ -29,17 +29,6 @@ inline Reading reading_of(int64_t codec, [[maybe_unused]] int64_t dim, [[maybe_u
   return codec == kFp8Token ? Reading::kFp8 : Reading::kFloats;
 }
 
-inline Blocks with_strides(Blocks blocks, int64_t key_token_stride, int64_t value_token_stride) {
-  blocks.keys.pool.token_stride = key_token_stride;
-  blocks.values.pool.token_stride = value_token_stride;
-  return blocks;
-}
-
-inline Call with_scale(Call call, double scale) {
-  call.scale = scale;
-  return call;
-}
-
 // One block and head.
 struct RecordTile {
   Stored keys, values;
@@ -67,9 +56,7 @@ class RecordTiles {
         key_stride_(round_up(blocks.keys.dim, kPair)),
         value_stride_(round_up(blocks.values.dim, kPair)),
         query_stride_(round_up(blocks.keys.dim, 64)),
-        scratch_blocks_(with_strides(blocks, key_stride_, value_stride_)),
-        unscaled_call_(with_scale(call, 1.0)),
-        tiles_(scratch_blocks_, unscaled_call_),
+        tiles_(blocks, call, 1.0f),
         key_reading_(reading_of(blocks.keys.codec, blocks.keys.dim, false)),
         value_reading_(reading_of(blocks.values.codec, blocks.values.dim, true)),
         params_bytes_(blocks.records.bytes - blocks.keys.params) {}
@@ -105,8 +92,7 @@ class RecordTiles {
 #endif
   }
 
-  // Attends one tile by all queries of its kv head. Not inlined, so that it is compiled once for all
-  // dtypes.
+  // Attends one tile by all queries of its kv head. Not inlined, so that it is compiled once for all dtypes.
   __attribute__((noinline)) void attend(int64_t b, int64_t h, RecordTile tile, const TileRoom& room,
                                         const Partial& into) const {
     // Parameters come last in a record, those of V after those of K.
@@ -120,11 +106,11 @@ class RecordTiles {
       const Queries queries = {b,
                                h,
                                first,
-                               room.queries + query * query_stride_,
-                               into.sums + query * value_stride_,
+                               {room.queries + query * query_stride_, query_stride_},
+                               {into.sums + query * value_stride_, value_stride_},
                                into.softmax + query};
       alignas(64) float scores[R * kScoreStride];
-      score<R>(tile, room, query, scores);
+      score<R>(tile, room, query, queries.prepared, scores);
       const bool hidden =
           tiles_.template to_weights<R>(scores, tile.first, tile.tokens, tile.masked, queries);
       add<R>(tile, room, queries, hidden, scores);
@@ -144,17 +130,12 @@ class RecordTiles {
   }
 
   int64_t value_bytes() const {
-    switch (value_reading_) {
-      case Reading::kFloats:
-        return blocks_.block_size * value_stride_ * 4;
 #if defined(PAGED_HAS_DOTS)
-      case Reading::kBytes:
-      case Reading::kNibbles:
-        return spread_bytes(blocks_.block_size, blocks_.values.dim);
-#endif
-      default:
-        return 0;
+    if (value_reading_ == Reading::kBytes || value_reading_ == Reading::kNibbles) {
+      return spread_bytes(blocks_.block_size, blocks_.values.dim);
     }
+#endif
+    return value_reading_ == Reading::kFloats ? blocks_.block_size * value_stride_ * 4 : 0;
   }
 
   static void decode(const Stored& s, const RecordTile& tile, int64_t stride, float* params, float* out) {
@@ -168,63 +149,47 @@ class RecordTiles {
 
   // What is done with the values of a tile before any query.
   void read_values(const RecordTile& tile, const TileRoom& room) const {
-    const Stored& values = tile.values;
-    [[maybe_unused]] uint8_t* bytes = reinterpret_cast<uint8_t*>(room.values);
-    switch (value_reading_) {
-      case Reading::kFloats:
-        decode(values, tile, value_stride_, room.params, room.values);
-        break;
-#if defined(PAGED_HAS_DOTS)
-      case Reading::kBytes:
-        spread_int8(values.codes_of(tile.slot), values.dim, tile.tokens, bytes, tile.prefetch_bytes);
-        break;
-      case Reading::kNibbles:
-        spread_nibbles(values.codes_of(tile.slot), values.dim, tile.tokens, bytes, tile.prefetch_bytes);
-        break;
-#endif
-      default:
-        break;
+    if (value_reading_ == Reading::kFloats) {
+      decode(tile.values, tile, value_stride_, room.params, room.values);
     }
+#if defined(PAGED_HAS_DOTS)
+    const uint8_t* codes = tile.values.codes_of(tile.slot);
+    uint8_t* bytes = reinterpret_cast<uint8_t*>(room.values);
+    if (value_reading_ == Reading::kBytes) {
+      spread_int8(codes, tile.values.dim, tile.tokens, bytes, tile.prefetch_bytes);
+    } else if (value_reading_ == Reading::kNibbles) {
+      spread_nibbles(codes, tile.values.dim, tile.tokens, bytes, tile.prefetch_bytes);
+    }
+#endif
   }
 
-  // scores[r * kScoreStride + t] = query number `query` + r · key t
+  // scores[r * kScoreStride + t] = query r · key t, of R queries from number `query` on.
   template <int R>
-  void score(const RecordTile& tile, const TileRoom& room, int64_t query, float* scores) const {
-    const float* queries = room.queries + query * query_stride_;
-    switch (key_reading_) {
-      case Reading::kFloats:
-        score_tile<Float32, R>(queries, query_stride_, room.keys, key_stride_, tile.tokens,
-                               static_cast<int>(tile.keys.dim), scores, kScoreStride, 0);
-        break;
-      case Reading::kInt8:
-        score_bytes<Int8, R>(tile, queries, scores);
-        break;
-      case Reading::kFp8:
-        score_bytes<Fp8, R>(tile, queries, scores);
-        break;
+  void score(const RecordTile& tile, const TileRoom& room, [[maybe_unused]] int64_t query,
+             Vectors<const float> queries, float* scores) const {
+    const int dim = static_cast<int>(tile.keys.dim);
 #if defined(PAGED_HAS_DOTS)
-      case Reading::kBytes: {
-        const char* integers = room.integer_queries + query * kQueryBytes;
-        score_codes<R, false>(integers, tile.keys.codes_of(tile.slot), tile.keys.dim, tile.tokens,
-                              reinterpret_cast<int32_t*>(scores), tile.prefetch_bytes);
-        scale_integers<R>(tile.keys.params + tile.slot, integers, tile.tokens, scores);
-        break;
-      }
-      case Reading::kNibbles:
-        score_channels<R>(tile, room, queries, scores);
-        break;
-#endif
-      default:
-        break;
+    if (key_reading_ == Reading::kNibbles) return score_channels<R>(tile, room, queries, scores);
+    if (key_reading_ == Reading::kBytes) {
+      const char* integers = room.integer_queries + query * kQueryBytes;
+      score_codes<R, false>(integers, tile.keys.codes_of(tile.slot), dim, tile.tokens,
+                            reinterpret_cast<int32_t*>(scores), tile.prefetch_bytes);
+      return scale_integers<R>(tile.keys.params + tile.slot, integers, tile.tokens, scores);
     }
+#endif
+    if (key_reading_ == Reading::kFloats) {
+      return score_tile<Float32, R>(queries, {room.keys, key_stride_}, tile.tokens, dim, scores, 0);
+    }
+    if (key_reading_ == Reading::kFp8) return score_bytes<Fp8, R>(tile, queries, scores);
+    score_bytes<Int8, R>(tile, queries, scores);
   }
 
   // Per-token scales of K multiply the scores.
   template <class Code, int R>
-  void score_bytes(const RecordTile& tile, const float* queries, float* scores) const {
-    const int64_t dim = tile.keys.dim;
-    score_tile<Code, R>(queries, query_stride_, tile.keys.codes_of(tile.slot), dim, tile.tokens,
-                        static_cast<int>(dim), scores, kScoreStride, tile.prefetch_bytes);
+  static void score_bytes(const RecordTile& tile, Vectors<const float> queries, float* scores) {
+    const Vectors<const uint8_t> codes = {tile.keys.codes_of(tile.slot), tile.keys.dim};
+    score_tile<Code, R>(queries, codes, tile.tokens, static_cast<int>(tile.keys.dim), scores,
+                        tile.prefetch_bytes);
     for (int t = 0; t < tile.tokens; ++t) {
       const float scale = Float16::to_float(tile.keys.params[tile.slot + t]) * Code::kUnit;
       for (int r = 0; r < R; ++r) scores[r * kScoreStride + t] *= scale;
@@ -233,8 +198,7 @@ class RecordTiles {
 
   // Per-token scales of V multiply the weights; a weight of 0 stays 0 whatever the scale of its token is.
   template <class Code, int R>
-  void add_bytes(const RecordTile& tile, float* weights, float* sums) const {
-    const int64_t dim = tile.values.dim;
+  static void add_bytes(const RecordTile& tile, float* weights, Vectors<float> sums) {
     for (int t = 0; t < tile.tokens; ++t) {
       const float scale = Float16::to_float(tile.values.params[tile.slot + t]) * Code::kUnit;
       for (int r = 0; r < R; ++r) {
@@ -242,8 +206,9 @@ class RecordTiles {
         weight = weight == 0.0f ? 0.0f : weight * scale;
       }
     }
-    add_values<Code, R>(weights, kScoreStride, tile.values.codes_of(tile.slot), dim, tile.tokens,
-                        static_cast<int>(dim), sums, value_stride_, tile.prefetch_bytes);
+    const Vectors<const uint8_t> codes = {tile.values.codes_of(tile.slot), tile.values.dim};
+    add_values<Code, R>(weights, codes, tile.tokens, static_cast<int>(tile.values.dim), sums,
+                        tile.prefetch_bytes);
   }
 
 #if defined(PAGED_HAS_DOTS)
@@ -253,8 +218,7 @@ class RecordTiles {
     for (int t = 0; t < tokens; t += kLanes) {
       const __mmask16 mask = first_lanes(tokens - t);
       const Vec scale = (Vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales + t));
-      PAGED_UNROLL
-      for (int r = 0; r < R; ++r) {
+      PAGED_UNROLLED(r, R) {
         const IntegerQuery query = integer_query(integers + r * kQueryBytes);
         float* at = scores + r * kScoreStride + t;
         const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(at), _mm512_set1_epi32(128 * query.sum));
@@ -265,7 +229,7 @@ class RecordTiles {
 
   // K with a scale and a zero per channel: scales go into the queries, zeros become one number a query.
   template <int R>
-  void score_channels(const RecordTile& tile, const TileRoom& room, const float* queries,
+  void score_channels(const RecordTile& tile, const TileRoom& room, Vectors<const float> queries,
                       float* scores) const {
     const Stored& keys = tile.keys;
     const int64_t dim = keys.dim;
@@ -274,7 +238,7 @@ class RecordTiles {
     float* scaled = room.params + params_floats();
     float units[R], offsets[R];
     for (int r = 0; r < R; ++r) {
-      const float* query = queries + r * query_stride_;
+      const float* query = queries[r];
       char* integers = room.integer_queries + r * kQueryBytes;
       Vec offset = {};
       for (int64_t i = 0; i < dim; i += kLanes) {
@@ -303,40 +267,25 @@ class RecordTiles {
   template <int R>
   void add(const RecordTile& tile, const TileRoom& room, const Queries& queries, bool hidden,
            float* weights) const {
-    switch (value_reading_) {
-      case Reading::kFloats: {
-        const Tile<Float32> floats = {nullptr, room.values, tile.first, tile.tokens, tile.masked, 0, 0};
-        tiles_.template add<Float32, R>(weights, hidden, floats, queries);
-        break;
-      }
-      case Reading::kInt8:
-        add_bytes<Int8, R>(tile, weights, queries.sums);
-        break;
-      case Reading::kFp8:
-        add_bytes<Fp8, R>(tile, weights, queries.sums);
-        break;
 #if defined(PAGED_HAS_DOTS)
-      case Reading::kBytes:
-      case Reading::kNibbles: {
-        const uint16_t* scales = tile.values.params + tile.slot;
-        const uint16_t* zeros =
-            value_reading_ == Reading::kNibbles ? scales + tile.values.block_size : nullptr;
-        ByteWeights<R> bytes;
-        bytes.set(weights, scales, zeros, tile.tokens);
-        add_spread<R>(bytes, reinterpret_cast<const uint8_t*>(room.values), tile.values.dim, tile.tokens,
-                      queries.sums, value_stride_);
-        break;
-      }
-#endif
-      default:
-        break;
+    if (value_reading_ == Reading::kBytes || value_reading_ == Reading::kNibbles) {
+      const uint16_t* scales = tile.values.params + tile.slot;
+      ByteWeights<R> bytes;
+      bytes.set(weights, scales,
+                value_reading_ == Reading::kNibbles ? scales + tile.values.block_size : nullptr, tile.tokens);
+      return add_spread<R>(bytes, reinterpret_cast<const uint8_t*>(room.values), tile.values.dim, tile.tokens,
+                           queries.sums);
     }
+#endif
+    if (value_reading_ == Reading::kFp8) return add_bytes<Fp8, R>(tile, weights, queries.sums);
+    if (value_reading_ == Reading::kInt8) return add_bytes<Int8, R>(tile, weights, queries.sums);
+    const Tile<Float32> floats = {{}, {room.values, value_stride_}, tile.first, tile.tokens, tile.masked, 0,
+                                  0};
+    tiles_.template add<Float32, R>(weights, hidden, floats, queries);
   }
 
   const Blocks& blocks_;
   int64_t queries_, queries_per_head_, key_stride_, value_stride_, query_stride_;
-  Blocks scratch_blocks_;  // a tile of floats, as `tiles_` is to see it
-  Call unscaled_call_;     // queries have taken the scale in
   TileAttention tiles_;
   Reading key_reading_, value_reading_;
   int64_t params_bytes_;  // of a record

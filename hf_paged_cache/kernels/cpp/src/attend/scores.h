@@ -1,6 +1,7 @@
 // Dot products of a few queries with the keys of one tile.
 #pragma once
 
+#include "../abi.h"
 #include "../base/elements.h"
 #include "../base/prefetch.h"
 
@@ -61,14 +62,15 @@ constexpr int64_t prepared_query_floats(int64_t dim) {
 
 // Writes one query in the lane order of its keys, padded with zeros.
 template <class Element>
-void prepare_query(const typename Element::Type* row, int dim, float* prepared) {
+void prepare_query(const typename Element::Type* query, int dim, float* prepared) {
   using Dot = typename DotOf<Element>::type;
   const int pairs = dim / kPair;
-  for (int c = 0; c < pairs; ++c)
-    Dot::store_query(prepared + c * Dot::kQueryFloats, Dot::load_keys(row + c * kPair));
+  for (int c = 0; c < pairs; ++c) {
+    Dot::store_query(prepared + c * Dot::kQueryFloats, Dot::load_keys(query + c * kPair));
+  }
   if (dim % kPair != 0) {
     Dot::store_query(prepared + pairs * Dot::kQueryFloats,
-                     Dot::load_first_keys(row + pairs * kPair, dim % kPair));
+                     Dot::load_first_keys(query + pairs * kPair, dim % kPair));
   }
 }
 
@@ -76,14 +78,14 @@ void prepare_query(const typename Element::Type* row, int dim, float* prepared) 
 constexpr int tokens_together(int queries) { return queries == 3 ? 4 : (kLanes == 16 ? 16 : 8) / queries; }
 
 constexpr int kScoreSlack = 16;  // floats past the last token that `score_tile` may overwrite
+constexpr int kScoreStride = kMaxBlockSize + kScoreSlack;  // floats between the scores of two queries
 
-// scores[r * scores_stride + t] = query r · key t, for R queries and `tokens` keys (unscaled).
+// scores[r * kScoreStride + t] = query r · key t, for R queries and `tokens` keys (unscaled).
 //
 // Lines at `prefetch_bytes` from the keys read are prefetched.
 template <class Element, int R>
-void score_tile(const float* queries, int64_t query_stride, const typename Element::Type* keys,
-                int64_t key_stride, int tokens, int dim, float* scores, int scores_stride,
-                int64_t prefetch_bytes) {
+void score_tile(Vectors<const float> queries, Vectors<const typename Element::Type> keys, int tokens, int dim,
+                float* scores, int64_t prefetch_bytes) {
   using Dot = typename DotOf<Element>::type;
   constexpr int T = tokens_together(R);
   constexpr int kPieceBytes = kPair * sizeof(typename Element::Type);
@@ -92,39 +94,30 @@ void score_tile(const float* queries, int64_t query_stride, const typename Eleme
   for (int t = 0; t < tokens; t += T) {
     const typename Element::Type* key[T];
     // Past the last token the last key is read again: its scores land in the slack.
-    for (int j = 0; j < T; ++j) key[j] = keys + key_stride * (t + j < tokens ? t + j : tokens - 1);
+    for (int j = 0; j < T; ++j) key[j] = keys[t + j < tokens ? t + j : tokens - 1];
     Vec acc[R * T];
-    PAGED_UNROLL
-    for (int i = 0; i < R * T; ++i) acc[i] = Vec{};
+    PAGED_UNROLLED(i, R * T) acc[i] = Vec{};
     for (int c = 0; c < pairs; ++c) {
-      decltype(Dot::load_query(queries)) query[R];
-      PAGED_UNROLL
-      for (int r = 0; r < R; ++r) {
-        query[r] = Dot::load_query(queries + r * query_stride + c * Dot::kQueryFloats);
-      }
-      PAGED_UNROLL
-      for (int j = 0; j < T; ++j) {
+      decltype(Dot::load_query(queries.first)) query[R];
+      PAGED_UNROLLED(r, R) query[r] = Dot::load_query(queries[r] + c * Dot::kQueryFloats);
+      PAGED_UNROLLED(j, T) {
         const auto k = Dot::load_keys(key[j] + c * kPair);
         prefetch_piece(moved(key[j] + c * kPair, prefetch_bytes), kPieceBytes, c);
-        PAGED_UNROLL
-        for (int r = 0; r < R; ++r) Dot::accumulate(acc[r * T + j], query[r], k);
+        PAGED_UNROLLED(r, R) Dot::accumulate(acc[r * T + j], query[r], k);
       }
     }
     if (rest != 0) {
-      PAGED_UNROLL
-      for (int j = 0; j < T; ++j) {
+      PAGED_UNROLLED(j, T) {
         const auto k = Dot::load_first_keys(key[j] + pairs * kPair, rest);
         prefetch_piece(moved(key[j] + pairs * kPair, prefetch_bytes), kPieceBytes, pairs);
-        PAGED_UNROLL
-        for (int r = 0; r < R; ++r) {
-          Dot::accumulate(acc[r * T + j],
-                          Dot::load_query(queries + r * query_stride + pairs * Dot::kQueryFloats), k);
+        PAGED_UNROLLED(r, R) {
+          Dot::accumulate(acc[r * T + j], Dot::load_query(queries[r] + pairs * Dot::kQueryFloats), k);
         }
       }
     }
     float sums[R * T + kScoreSlack];
     store_sums<R * T>(acc, sums);
-    for (int r = 0; r < R; ++r) std::memcpy(scores + r * scores_stride + t, sums + r * T, T * sizeof(float));
+    for (int r = 0; r < R; ++r) std::memcpy(scores + r * kScoreStride + t, sums + r * T, T * sizeof(float));
   }
 }
 

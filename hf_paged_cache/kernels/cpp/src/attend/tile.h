@@ -8,15 +8,12 @@
 
 namespace paged {
 
-constexpr int kMaxBlockSize = 256;
 constexpr int kMaxQueries = 4;  // that share one pass over a tile
-constexpr int kScoreStride = kMaxBlockSize + kScoreSlack;
 
 // The tokens of one block that any query of the call may see.
 template <class Element>
 struct Tile {
-  const typename Element::Type* keys;
-  const typename Element::Type* values;
+  Vectors<const typename Element::Type> keys, values;
   int64_t first;  // column of the first token
   int tokens;
   bool masked;  // whether the mask says anything about these tokens
@@ -28,8 +25,8 @@ struct Tile {
 // group + (first + r) % group: heads of one token are neighbours, so that they share a causal limit.
 struct Queries {
   int64_t batch_row, kv_head, first;
-  const float* prepared;
-  float* sums;
+  Vectors<const float> prepared;
+  Vectors<float> sums;
   Softmax* softmax;
 };
 
@@ -50,15 +47,19 @@ void by_passes(int64_t queries, F f) {
 
 class TileAttention {
  public:
-  TileAttention(const Blocks& blocks, const Call& call)
-      : blocks_(blocks), call_(call), group_(call.q_heads / blocks.kv_heads) {}
+  // `scale` is that of the scores; 1 where the queries have taken it in.
+  TileAttention(const Blocks& blocks, const Call& call, float scale)
+      : call_(call),
+        scale_(scale),
+        group_(call.q_heads / blocks.kv_heads),
+        key_dim_(static_cast<int>(blocks.keys.dim)),
+        value_dim_(static_cast<int>(blocks.values.dim)) {}
 
   template <class Element, int R>
   void attend(const Tile<Element>& tile, const Queries& queries) const {
     alignas(64) float scores[R * kScoreStride];
-    score_tile<Element, R>(queries.prepared, prepared_query_floats<Element>(blocks_.keys.dim), tile.keys,
-                           blocks_.keys.pool.token_stride, tile.tokens, static_cast<int>(blocks_.keys.dim),
-                           scores, kScoreStride, tile.key_prefetch_bytes);
+    score_tile<Element, R>(queries.prepared, tile.keys, tile.tokens, key_dim_, scores,
+                           tile.key_prefetch_bytes);
     const bool hidden = to_weights<R>(scores, tile.first, tile.tokens, tile.masked, queries);
     add<Element, R>(scores, hidden, tile, queries);
   }
@@ -67,7 +68,6 @@ class TileAttention {
   // see some token.
   template <int R>
   bool to_weights(float* scores, int64_t first, int tokens, bool masked, const Queries& queries) const {
-    const int64_t sums_stride = round_up(blocks_.values.dim, kPair);
     const int padded = static_cast<int>(round_up(tokens, kLanes));
     bool hidden = false;
     for (int r = 0; r < R; ++r) {
@@ -76,7 +76,9 @@ class TileAttention {
       hidden |= mask(first, tokens, masked, queries, r, own);
       for (int t = tokens; t < padded; ++t) own[t] = -kInfinity;
       const float factor = to_weights_of(own, padded, queries.softmax[r]);
-      if (factor != 1.0f) rescale(queries.sums + r * sums_stride, sums_stride, factor);
+      if (factor == 1.0f) continue;
+      float* sums = queries.sums[r];
+      for (int64_t i = 0; i < queries.sums.stride; i += kLanes) store(sums + i, load(sums + i) * factor);
     }
     return hidden;
   }
@@ -84,23 +86,17 @@ class TileAttention {
   // Adds the weighted values of a tile to the sums.
   template <class Element, int R>
   void add(const float* weights, bool hidden, const Tile<Element>& tile, const Queries& queries) const {
-    const int64_t sums_stride = round_up(blocks_.values.dim, kPair);
-    const int value_dim = static_cast<int>(blocks_.values.dim);
-    if (!hidden) {
-      add_values<Element, R>(weights, kScoreStride, tile.values, blocks_.values.pool.token_stride,
-                             tile.tokens, value_dim, queries.sums, sums_stride, tile.value_prefetch_bytes);
-    } else {
-      add_visible_values<Element, R>(weights, tile, value_dim, queries.sums, sums_stride);
-    }
+    if (hidden) return add_visible<Element, R>(weights, tile, queries.sums);
+    add_values<Element, R>(weights, tile.values, tile.tokens, value_dim_, queries.sums,
+                           tile.value_prefetch_bytes);
   }
 
  private:
   void finish_scores(float* scores, int count) const {
-    const float scale = static_cast<float>(call_.scale);
     const float cap = static_cast<float>(call_.softcap);
-    if (scale == 1.0f && cap == 0.0f) return;
+    if (scale_ == 1.0f && cap == 0.0f) return;
     for (int t = 0; t < count; t += kLanes) {
-      const Vec scaled = load(scores + t) * scale;
+      const Vec scaled = load(scores + t) * scale_;
       store(scores + t, cap == 0.0f ? scaled : softcap(scaled, cap));
     }
   }
@@ -126,16 +122,10 @@ class TileAttention {
     return hidden;
   }
 
-  static void rescale(float* sums, int64_t count, float factor) {
-    for (int64_t i = 0; i < count; i += kLanes) store(sums + i, load(sums + i) * factor);
-  }
-
   // Adds the values of each token only to the queries that see it: 0 * NaN would carry a hidden token's
   // garbage into the sum. Goes by runs of tokens that the same queries see.
   template <class Element, int R>
-  void add_visible_values(const float* weights, const Tile<Element>& tile, int dim, float* sums,
-                          int64_t sums_stride) const {
-    const int64_t stride = blocks_.values.pool.token_stride;
+  void add_visible(const float* weights, const Tile<Element>& tile, Vectors<float> sums) const {
     const auto seen_by = [&](int t) {
       unsigned queries = 0;
       for (int r = 0; r < R; ++r) {
@@ -147,23 +137,23 @@ class TileAttention {
       const unsigned queries = seen_by(t);
       for (stop = t + 1; stop < tile.tokens && seen_by(stop) == queries; ++stop) {
       }
-      const auto* values = tile.values + t * stride;
+      const Vectors<const typename Element::Type> values = {tile.values[t], tile.values.stride};
       if (queries == (1u << R) - 1u) {
-        add_values<Element, R>(weights + t, kScoreStride, values, stride, stop - t, dim, sums, sums_stride,
-                               tile.value_prefetch_bytes);
+        add_values<Element, R>(weights + t, values, stop - t, value_dim_, sums, tile.value_prefetch_bytes);
         continue;
       }
       for (int r = 0; r < R; ++r) {
         if ((queries >> r & 1u) == 0) continue;
-        add_values<Element, 1>(weights + r * kScoreStride + t, kScoreStride, values, stride, stop - t, dim,
-                               sums + r * sums_stride, sums_stride, tile.value_prefetch_bytes);
+        add_values<Element, 1>(weights + r * kScoreStride + t, values, stop - t, value_dim_,
+                               {sums[r], sums.stride}, tile.value_prefetch_bytes);
       }
     }
   }
 
-  const Blocks& blocks_;
   const Call& call_;
-  int64_t group_;
+  const float scale_;
+  const int64_t group_;
+  const int key_dim_, value_dim_;
 };
 
 }  // namespace paged

@@ -3,80 +3,75 @@
 
 #include <type_traits>
 
-#include "../base/elements.h"
-#include "../base/prefetch.h"
+#include "scores.h"
 
 namespace paged {
 
-// Pairs of columns whose sums are kept in registers at once, for R rows of weights.
-constexpr int columns_together(int rows) {
-  return kLanes == 16 ? (rows == 4 ? 2 : 4) : (rows == 1 ? 4 : rows == 4 ? 1 : 2);
+// Pairs of columns whose sums are kept in registers at once, for so many queries.
+constexpr int columns_together(int queries) {
+  return kLanes == 16 ? (queries == 4 ? 2 : 4) : (queries == 1 ? 4 : queries == 4 ? 1 : 2);
 }
 
-// acc[r][column] += sum over t of weights[r][t] * values[t][column], for C pairs of columns. With kPartial
-// the only pair has `count` elements.
+// sums[r][column] += sum over t of weights[r * kScoreStride + t] * values[t][column], for C pairs of columns.
+// With kPartial the only pair has `count` elements.
 template <class Element, int R, int C, bool kPartial>
-void add_columns(const float* weights, int weights_stride, const typename Element::Type* values,
-                 int64_t value_stride, int tokens, int count, float* acc, int64_t acc_stride,
-                 int64_t prefetch_bytes) {
+void add_columns(const float* weights, Vectors<const typename Element::Type> values, int tokens, int count,
+                 Vectors<float> sums, int64_t prefetch_bytes) {
   constexpr int kPieceBytes = kPair * sizeof(typename Element::Type);
-  Vec sums[R][2 * C];
-  PAGED_UNROLL
-  for (int r = 0; r < R; ++r) {
-    PAGED_UNROLL
-    for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(acc + r * acc_stride + c * kLanes);
+  Vec acc[R][2 * C];
+  PAGED_UNROLLED(r, R) {
+    PAGED_UNROLLED(c, 2 * C) acc[r][c] = load(sums[r] + c * kLanes);
   }
   for (int t = 0; t < tokens; ++t) {
-    const typename Element::Type* row = values + t * value_stride;
-    PAGED_UNROLL
-    for (int c = 0; c < C; ++c) {
-      const Pair v = kPartial ? Element::load_first(row, count) : Element::load(row + c * kPair);
-      prefetch_piece(moved(row + c * kPair, prefetch_bytes), kPieceBytes, c);
-      PAGED_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const float weight = weights[r * weights_stride + t];
-        sums[r][2 * c] = sums[r][2 * c] + weight * v.a;
-        sums[r][2 * c + 1] = sums[r][2 * c + 1] + weight * v.b;
+    const typename Element::Type* value = values[t];
+    PAGED_UNROLLED(c, C) {
+      const Pair v = kPartial ? Element::load_first(value, count) : Element::load(value + c * kPair);
+      prefetch_piece(moved(value + c * kPair, prefetch_bytes), kPieceBytes, c);
+      PAGED_UNROLLED(r, R) {
+        const float weight = weights[r * kScoreStride + t];
+        acc[r][2 * c] = acc[r][2 * c] + weight * v.a;
+        acc[r][2 * c + 1] = acc[r][2 * c + 1] + weight * v.b;
       }
     }
   }
-  PAGED_UNROLL
-  for (int r = 0; r < R; ++r) {
-    PAGED_UNROLL
-    for (int c = 0; c < 2 * C; ++c) store(acc + r * acc_stride + c * kLanes, sums[r][c]);
+  PAGED_UNROLLED(r, R) {
+    PAGED_UNROLLED(c, 2 * C) store(sums[r] + c * kLanes, acc[r][c]);
   }
 }
 
-// Adds the weighted values of `tokens` tokens to R rows of sums, which are in lane order, `dim` rounded up to
-// pairs.
+// Adds the weighted values of `tokens` tokens to the sums of R queries, which are in lane order, `dim`
+// rounded up to pairs.
 template <class Element, int R>
-void add_values(const float* weights, int weights_stride, const typename Element::Type* values,
-                int64_t value_stride, int tokens, int dim, float* acc, int64_t acc_stride,
-                int64_t prefetch_bytes) {
+void add_values(const float* weights, Vectors<const typename Element::Type> values, int tokens, int dim,
+                Vectors<float> sums, int64_t prefetch_bytes) {
   constexpr int C = columns_together(R);
   const int pairs = dim / kPair;
+  const auto from = [](auto vectors, int c) {
+    vectors.first += c * kPair;
+    return vectors;
+  };
   int c = 0;
   const auto add = [&](auto columns) {
     constexpr int kColumns = decltype(columns)::value;
     for (; c + kColumns <= pairs; c += kColumns) {
-      add_columns<Element, R, kColumns, false>(weights, weights_stride, values + c * kPair, value_stride,
-                                               tokens, 0, acc + c * kPair, acc_stride, prefetch_bytes);
+      add_columns<Element, R, kColumns, false>(weights, from(values, c), tokens, 0, from(sums, c),
+                                               prefetch_bytes);
     }
   };
   add(std::integral_constant<int, C>());
   if constexpr (C > 2) add(std::integral_constant<int, 2>());
   if constexpr (C > 1) add(std::integral_constant<int, 1>());
   if (dim % kPair != 0) {
-    add_columns<Element, R, 1, true>(weights, weights_stride, values + c * kPair, value_stride, tokens,
-                                     dim % kPair, acc + c * kPair, acc_stride, prefetch_bytes);
+    add_columns<Element, R, 1, true>(weights, from(values, c), tokens, dim % kPair, from(sums, c),
+                                     prefetch_bytes);
   }
 }
 
-// Writes `dim` sums, times `factor`, to a row of the element type.
+// Writes `dim` sums, times `factor`, as elements.
 template <class Element>
-void store_values(const float* acc, float factor, int dim, typename Element::Type* out) {
+void store_values(const float* sums, float factor, int dim, typename Element::Type* out) {
   for (int c = 0; c < dim; c += kPair) {
-    store_up_to<Element>(out + c, {load(acc + c) * factor, load(acc + c + kLanes) * factor}, dim - c);
+    store_up_to<Element>(out + c, {load(sums + c) * factor, load(sums + c + kLanes) * factor}, dim - c);
   }
 }
 

@@ -15,6 +15,15 @@ struct Pair {
   Vec a, b;
 };
 
+// Vectors of any length in memory, `stride` elements apart.
+template <class Type>
+struct Vectors {
+  Type* first;
+  int64_t stride;
+
+  Type* operator[](int64_t i) const { return first + i * stride; }
+};
+
 enum ElementType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // The first `count` elements at `p`, and zeros; nothing past them is read.

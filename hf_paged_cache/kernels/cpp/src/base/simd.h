@@ -13,9 +13,8 @@
 #include <immintrin.h>
 #endif
 
-// Before loops over registers: unrolled early, arrays of vectors become registers; left to itself GCC spills
-// them.
-#define PAGED_UNROLL _Pragma("GCC unroll 32")
+// A loop over registers: unrolled early, arrays of vectors become registers; left to itself GCC spills them.
+#define PAGED_UNROLLED(i, count) _Pragma("GCC unroll 32") for (int i = 0; i < (count); ++i)
 
 namespace paged {
 
