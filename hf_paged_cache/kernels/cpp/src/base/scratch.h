@@ -7,8 +7,8 @@
 
 namespace paged {
 
-inline std::atomic<std::int64_t>& scratch_total_bytes() {
-  static std::atomic<std::int64_t> total{0};
+inline std::atomic<int64_t>& scratch_total_bytes() {
+  static std::atomic<int64_t> total{0};
   return total;
 }
 
@@ -21,9 +21,9 @@ class Scratch {
 
   // At least `bytes` bytes, aligned to a cache line, contents undefined; null when memory is short. Valid
   // until the next call. Grows by half at least, so that a growing context does not reallocate at every step.
-  char* reserve(std::int64_t bytes) {
+  char* reserve(int64_t bytes) {
     if (bytes > bytes_) {
-      const std::int64_t wanted = ((bytes > bytes_ * 3 / 2 ? bytes : bytes_ * 3 / 2) + 63) / 64 * 64;
+      const int64_t wanted = ((bytes > bytes_ * 3 / 2 ? bytes : bytes_ * 3 / 2) + 63) / 64 * 64;
       release();
       data_ = static_cast<char*>(std::aligned_alloc(64, static_cast<std::size_t>(wanted)));
       if (data_ == nullptr) return nullptr;
@@ -42,7 +42,7 @@ class Scratch {
   }
 
   char* data_ = nullptr;
-  std::int64_t bytes_ = 0;
+  int64_t bytes_ = 0;
 };
 
 }  // namespace paged

@@ -13,9 +13,8 @@
 #include <immintrin.h>
 #endif
 
-// Before loops over registers: unrolled early, arrays of vectors become registers; left to itself GCC spills
-// them.
-#define PAGED_UNROLL _Pragma("GCC unroll 32")
+// A loop over registers: unrolled early, arrays of vectors become registers; left to itself GCC spills them.
+#define PAGED_UNROLLED(i, count) _Pragma("GCC unroll 32") for (int i = 0; i < (count); ++i)
 
 namespace paged {
 
@@ -31,8 +30,8 @@ constexpr int kLanes = 4;
 constexpr int kPair = 2 * kLanes;
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef std::int32_t IVec __attribute__((vector_size(4 * kLanes)));
-typedef std::uint32_t UVec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -42,7 +41,7 @@ inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 inline Vec splat(float x) { return x - Vec{}; }
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
-constexpr std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 inline float sum_of(Vec v) {
 #if defined(__AVX512F__)

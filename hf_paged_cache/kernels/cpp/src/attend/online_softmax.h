@@ -2,7 +2,7 @@
 // (Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018.)
 #pragma once
 
-#include "simd.h"
+#include "../base/simd.h"
 
 namespace paged {
 
@@ -17,7 +17,7 @@ inline float base_of(float top) { return top == -kInfinity ? 0.0f : top; }
 
 // Replaces `count` scores (a multiple of kLanes) by exp(score - new top). Returns the factor that brings sums
 // taken before this step to the new top.
-inline float soften(float* scores, int count, Softmax& state) {
+inline float to_weights_of(float* scores, int count, Softmax& state) {
   Vec best = splat(state.top);
   for (int t = 0; t < count; t += kLanes) best = maximum(best, load(scores + t));
   const float top = max_of(best);

@@ -17,18 +17,18 @@ inline void prefetch_piece(const void* p, int bytes, int piece) {
 }
 
 // Asks for the cache lines that begin within `bytes` bytes from `p`.
-inline void prefetch_lines(const void* p, std::int64_t bytes) {
-  for (std::int64_t offset = 0; offset < bytes; offset += kLineBytes) {
+inline void prefetch_lines(const void* p, int64_t bytes) {
+  for (int64_t offset = 0; offset < bytes; offset += kLineBytes) {
     __builtin_prefetch(static_cast<const char*>(p) + offset, 0, 2);
   }
 }
 
 template <class T>
-inline const T* moved(const T* p, std::int64_t bytes) {
+inline const T* moved(const T* p, int64_t bytes) {
   return reinterpret_cast<const T*>(reinterpret_cast<std::intptr_t>(p) + bytes);
 }
 
-inline std::int64_t bytes_between(const void* from, const void* to) {
+inline int64_t bytes_between(const void* from, const void* to) {
   return reinterpret_cast<std::intptr_t>(to) - reinterpret_cast<std::intptr_t>(from);
 }
 

@@ -4,11 +4,11 @@
 // The same sums are taken in the same order as there, so results are equal to the bit.
 #pragma once
 
-#include "simd.h"
+#include "../base/simd.h"
 
 namespace paged {
 
-inline std::int64_t part_size(std::int64_t dim) { return dim & -dim; }
+inline int64_t part_size(int64_t dim) { return dim & -dim; }
 
 // v[i ^ kStep] in place i, for steps within a vector.
 template <int kStep>
@@ -30,12 +30,12 @@ inline Vec swap_lanes(Vec v) {
 
 // Sums in lanes i without kStep, differences in the others.
 template <int kStep>
-inline void butterflies_within(float* x, std::int64_t padded, std::int64_t n) {
+inline void butterflies_within(float* x, int64_t padded, int64_t n) {
   if constexpr (kStep < kLanes) {
     if (kStep >= n) return;
     Vec sign;
     for (int i = 0; i < kLanes; ++i) sign[i] = (i & kStep) != 0 ? -1.0f : 1.0f;
-    for (std::int64_t i = 0; i < padded; i += kLanes) {
+    for (int64_t i = 0; i < padded; i += kLanes) {
       const Vec v = load(x + i);
       store(x + i, swap_lanes<kStep>(v) + v * sign);
     }
@@ -43,17 +43,17 @@ inline void butterflies_within(float* x, std::int64_t padded, std::int64_t n) {
 }
 
 // In place, of `dim` floats at `x`; all up to `dim` rounded up to kLanes are read and written.
-inline void transform(float* x, std::int64_t dim) {
-  const std::int64_t n = part_size(dim);
+inline void transform(float* x, int64_t dim) {
+  const int64_t n = part_size(dim);
   if (n == 1) return;
-  const std::int64_t padded = round_up(dim, kLanes);
+  const int64_t padded = round_up(dim, kLanes);
   butterflies_within<1>(x, padded, n);
   butterflies_within<2>(x, padded, n);
   butterflies_within<4>(x, padded, n);
   butterflies_within<8>(x, padded, n);
-  for (std::int64_t step = kLanes; step < n; step *= 2) {
-    for (std::int64_t pair = 0; pair < dim; pair += 2 * step) {
-      for (std::int64_t i = pair; i < pair + step; i += kLanes) {
+  for (int64_t step = kLanes; step < n; step *= 2) {
+    for (int64_t pair = 0; pair < dim; pair += 2 * step) {
+      for (int64_t i = pair; i < pair + step; i += kLanes) {
         const Vec a = load(x + i), b = load(x + i + step);
         store(x + i, a + b);
         store(x + i + step, a - b);
@@ -61,15 +61,15 @@ inline void transform(float* x, std::int64_t dim) {
     }
   }
   const float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(n)));
-  for (std::int64_t i = 0; i < padded; i += kLanes) store(x + i, load(x + i) * factor);
+  for (int64_t i = 0; i < padded; i += kLanes) store(x + i, load(x + i) * factor);
 }
 
-inline void apply_signs(float* x, std::int64_t dim) {
+inline void apply_signs(float* x, int64_t dim) {
   if (part_size(dim) == 1) return;
   UVec index;
-  for (int i = 0; i < kLanes; ++i) index[i] = static_cast<std::uint32_t>(i);
-  for (std::int64_t i = 0; i < dim; i += kLanes) {
-    const UVec channel = index + static_cast<std::uint32_t>(i);
+  for (int i = 0; i < kLanes; ++i) index[i] = static_cast<uint32_t>(i);
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    const UVec channel = index + static_cast<uint32_t>(i);
     UVec pairs = channel & (channel >> 1) & 0x5555u;  // b0 b1, b2 b3, ...; their parity is the sign
     pairs = pairs ^ (pairs >> 8);
     pairs = pairs ^ (pairs >> 4);
@@ -78,12 +78,12 @@ inline void apply_signs(float* x, std::int64_t dim) {
   }
 }
 
-inline void rotate(float* x, std::int64_t dim) {
+inline void rotate(float* x, int64_t dim) {
   apply_signs(x, dim);
   transform(x, dim);
 }
 
-inline void unrotate(float* x, std::int64_t dim) {
+inline void unrotate(float* x, int64_t dim) {
   transform(x, dim);
   apply_signs(x, dim);
 }

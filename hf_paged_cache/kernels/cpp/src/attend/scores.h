@@ -1,20 +1,21 @@
 // Dot products of a few queries with the keys of one tile.
 #pragma once
 
-#include "prefetch.h"
-#include "rows.h"
+#include "../abi.h"
+#include "../base/elements.h"
+#include "../base/prefetch.h"
 
 namespace paged {
 
 // How one pair of key elements is multiplied with one pair of query elements.
-template <class Row>
+template <class Element>
 struct PairDot {
-  using Element = typename Row::Element;
+  using Type = typename Element::Type;
   using Keys = Pair;
   static constexpr int kQueryFloats = kPair;  // prepared query: floats for each pair
 
-  static Keys load_keys(const Element* p) { return Row::load(p); }
-  static Keys load_first_keys(const Element* p, int count) { return Row::load_first(p, count); }
+  static Keys load_keys(const Type* p) { return Element::load(p); }
+  static Keys load_first_keys(const Type* p, int count) { return Element::load_first(p, count); }
   static Pair load_query(const float* q) { return {load(q), load(q + kLanes)}; }
   static void store_query(float* q, Keys keys) {
     store(q, keys.a);
@@ -23,21 +24,21 @@ struct PairDot {
   static void accumulate(Vec& acc, Pair q, Keys k) { acc = acc + q.a * k.a + q.b * k.b; }
 };
 
-template <class Row>
+template <class Element>
 struct DotOf {
-  using type = PairDot<Row>;
+  using type = PairDot<Element>;
 };
 
 #if defined(__AVX512BF16__)
 // vdpbf16ps multiplies pairs of bfloat16 exactly and adds in float: no widening, and the query stays as it
 // came.
 struct BFloat16Dot {
-  using Element = BFloat16::Element;
+  using Type = BFloat16::Type;
   using Keys = __m512i;
   static constexpr int kQueryFloats = kLanes;
 
-  static Keys load_keys(const Element* p) { return _mm512_loadu_si512(p); }
-  static Keys load_first_keys(const Element* p, int count) {
+  static Keys load_keys(const Type* p) { return _mm512_loadu_si512(p); }
+  static Keys load_first_keys(const Type* p, int count) {
     return _mm512_maskz_loadu_epi16((1u << count) - 1u, p);
   }
   static Keys load_query(const float* q) { return _mm512_loadu_si512(q); }
@@ -54,21 +55,22 @@ struct DotOf<BFloat16> {
 #endif
 
 // Floats that a prepared query of `dim` elements takes.
-template <class Row>
-constexpr std::int64_t prepared_query_floats(std::int64_t dim) {
-  return round_up(dim, kPair) / kPair * DotOf<Row>::type::kQueryFloats;
+template <class Element>
+constexpr int64_t prepared_query_floats(int64_t dim) {
+  return round_up(dim, kPair) / kPair * DotOf<Element>::type::kQueryFloats;
 }
 
 // Writes one query in the lane order of its keys, padded with zeros.
-template <class Row>
-void prepare_query(const typename Row::Element* row, int dim, float* prepared) {
-  using Dot = typename DotOf<Row>::type;
+template <class Element>
+void prepare_query(const typename Element::Type* query, int dim, float* prepared) {
+  using Dot = typename DotOf<Element>::type;
   const int pairs = dim / kPair;
-  for (int c = 0; c < pairs; ++c)
-    Dot::store_query(prepared + c * Dot::kQueryFloats, Dot::load_keys(row + c * kPair));
+  for (int c = 0; c < pairs; ++c) {
+    Dot::store_query(prepared + c * Dot::kQueryFloats, Dot::load_keys(query + c * kPair));
+  }
   if (dim % kPair != 0) {
     Dot::store_query(prepared + pairs * Dot::kQueryFloats,
-                     Dot::load_first_keys(row + pairs * kPair, dim % kPair));
+                     Dot::load_first_keys(query + pairs * kPair, dim % kPair));
   }
 }
 
@@ -76,55 +78,46 @@ void prepare_query(const typename Row::Element* row, int dim, float* prepared) {
 constexpr int tokens_together(int queries) { return queries == 3 ? 4 : (kLanes == 16 ? 16 : 8) / queries; }
 
 constexpr int kScoreSlack = 16;  // floats past the last token that `score_tile` may overwrite
+constexpr int kScoreStride = kMaxBlockSize + kScoreSlack;  // floats between the scores of two queries
 
-// scores[r * scores_stride + t] = query r · key t, for R queries and `tokens` keys (unscaled).
+// scores[r * kScoreStride + t] = query r · key t, for R queries and `tokens` keys (unscaled).
 //
 // Lines at `prefetch_bytes` from the keys read are prefetched.
-template <class Row, int R>
-void score_tile(const float* queries, std::int64_t query_stride, const typename Row::Element* keys,
-                std::int64_t key_stride, int tokens, int dim, float* scores, int scores_stride,
-                std::int64_t prefetch_bytes) {
-  using Dot = typename DotOf<Row>::type;
+template <class Element, int R>
+void score_tile(Vectors<const float> queries, Vectors<const typename Element::Type> keys, int tokens, int dim,
+                float* scores, int64_t prefetch_bytes) {
+  using Dot = typename DotOf<Element>::type;
   constexpr int T = tokens_together(R);
-  constexpr int kPieceBytes = kPair * sizeof(typename Row::Element);
+  constexpr int kPieceBytes = kPair * sizeof(typename Element::Type);
   const int pairs = dim / kPair;
   const int rest = dim % kPair;
   for (int t = 0; t < tokens; t += T) {
-    const typename Row::Element* key[T];
+    const typename Element::Type* key[T];
     // Past the last token the last key is read again: its scores land in the slack.
-    for (int j = 0; j < T; ++j) key[j] = keys + key_stride * (t + j < tokens ? t + j : tokens - 1);
+    for (int j = 0; j < T; ++j) key[j] = keys[t + j < tokens ? t + j : tokens - 1];
     Vec acc[R * T];
-    PAGED_UNROLL
-    for (int i = 0; i < R * T; ++i) acc[i] = Vec{};
+    PAGED_UNROLLED(i, R * T) acc[i] = Vec{};
     for (int c = 0; c < pairs; ++c) {
-      decltype(Dot::load_query(queries)) query[R];
-      PAGED_UNROLL
-      for (int r = 0; r < R; ++r) {
-        query[r] = Dot::load_query(queries + r * query_stride + c * Dot::kQueryFloats);
-      }
-      PAGED_UNROLL
-      for (int j = 0; j < T; ++j) {
+      decltype(Dot::load_query(queries.first)) query[R];
+      PAGED_UNROLLED(r, R) query[r] = Dot::load_query(queries[r] + c * Dot::kQueryFloats);
+      PAGED_UNROLLED(j, T) {
         const auto k = Dot::load_keys(key[j] + c * kPair);
         prefetch_piece(moved(key[j] + c * kPair, prefetch_bytes), kPieceBytes, c);
-        PAGED_UNROLL
-        for (int r = 0; r < R; ++r) Dot::accumulate(acc[r * T + j], query[r], k);
+        PAGED_UNROLLED(r, R) Dot::accumulate(acc[r * T + j], query[r], k);
       }
     }
     if (rest != 0) {
-      PAGED_UNROLL
-      for (int j = 0; j < T; ++j) {
+      PAGED_UNROLLED(j, T) {
         const auto k = Dot::load_first_keys(key[j] + pairs * kPair, rest);
         prefetch_piece(moved(key[j] + pairs * kPair, prefetch_bytes), kPieceBytes, pairs);
-        PAGED_UNROLL
-        for (int r = 0; r < R; ++r) {
-          Dot::accumulate(acc[r * T + j],
-                          Dot::load_query(queries + r * query_stride + pairs * Dot::kQueryFloats), k);
+        PAGED_UNROLLED(r, R) {
+          Dot::accumulate(acc[r * T + j], Dot::load_query(queries[r] + pairs * Dot::kQueryFloats), k);
         }
       }
     }
     float sums[R * T + kScoreSlack];
     store_sums<R * T>(acc, sums);
-    for (int r = 0; r < R; ++r) std::memcpy(scores + r * scores_stride + t, sums + r * T, T * sizeof(float));
+    for (int r = 0; r < R; ++r) std::memcpy(scores + r * kScoreStride + t, sums + r * T, T * sizeof(float));
   }
 }
 

@@ -1,4 +1,4 @@
-// Rows of K, V, queries and outputs in memory, one struct for each element type, read and written as pairs of
+// Elements of K, V, queries and outputs in memory, one struct for each type, read and written as pairs of
 // vectors.
 //
 // A pair holds kPair consecutive elements in the type's *lane order*, which is free to differ from memory
@@ -15,22 +15,46 @@ struct Pair {
   Vec a, b;
 };
 
-enum ElementType : std::int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+// Vectors of any length in memory, `stride` elements apart.
+template <class Type>
+struct Vectors {
+  Type* first;
+  int64_t stride;
+
+  Type* operator[](int64_t i) const { return first + i * stride; }
+};
+
+enum ElementType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // The first `count` elements at `p`, and zeros; nothing past them is read.
-template <class Row>
-Pair load_padded(const typename Row::Element* p, int count) {
-  typename Row::Element padded[kPair] = {};
+template <class Element>
+Pair load_padded(const typename Element::Type* p, int count) {
+  typename Element::Type padded[kPair] = {};
   std::memcpy(padded, p, static_cast<std::size_t>(count) * sizeof(padded[0]));
-  return Row::load(padded);
+  return Element::load(padded);
+}
+
+// The first `left` elements at `p` and zeros, or a whole pair if there are as many.
+template <class Element>
+Pair load_up_to(const typename Element::Type* p, int64_t left) {
+  return left >= kPair ? Element::load(p) : Element::load_first(p, static_cast<int>(left));
+}
+
+// The first `left` elements of a pair, or all of it if there is room.
+template <class Element>
+void store_up_to(typename Element::Type* p, Pair v, int64_t left) {
+  if (left >= kPair) return Element::store(p, v);
+  typename Element::Type padded[kPair];
+  Element::store(padded, v);
+  std::memcpy(p, padded, static_cast<std::size_t>(left) * sizeof(padded[0]));
 }
 
 struct Float32 {
-  using Element = float;
+  using Type = float;
 
-  static Pair load(const Element* p) { return {paged::load(p), paged::load(p + kLanes)}; }
+  static Pair load(const Type* p) { return {paged::load(p), paged::load(p + kLanes)}; }
 
-  static Pair load_first(const Element* p, int count) {
+  static Pair load_first(const Type* p, int count) {
 #if defined(__AVX512F__)
     const unsigned mask = (1u << count) - 1u;
     return {(Vec)_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p),
@@ -42,26 +66,26 @@ struct Float32 {
 
   static Pair lanes_of(const float* p) { return load(p); }
 
-  static void store(Element* p, Pair v) {
+  static void store(Type* p, Pair v) {
     paged::store(p, v.a);
     paged::store(p + kLanes, v.b);
   }
 
-  static float to_float(Element x) { return x; }
+  static float to_float(Type x) { return x; }
 };
 
 struct BFloat16 {
-  using Element = std::uint16_t;
+  using Type = uint16_t;
 
   static Pair split(UVec two) { return {(Vec)(two << 16), (Vec)(two & 0xffff0000u)}; }
 
-  static Pair load(const Element* p) {
+  static Pair load(const Type* p) {
     UVec two;
     std::memcpy(&two, p, sizeof two);
     return split(two);
   }
 
-  static Pair load_first(const Element* p, int count) {
+  static Pair load_first(const Type* p, int count) {
 #if defined(__AVX512BW__)
     return split((UVec)_mm512_maskz_loadu_epi16((1u << count) - 1u, p));
 #else
@@ -78,7 +102,7 @@ struct BFloat16 {
     return v;
   }
 
-  static void store(Element* p, Pair v) {
+  static void store(Type* p, Pair v) {
     const UVec two = (rounded(v.a) >> 16) | (rounded(v.b) & 0xffff0000u);
     std::memcpy(p, &two, sizeof two);
   }
@@ -89,8 +113,8 @@ struct BFloat16 {
     return v != v ? (bits | 0x400000u) : bits + 0x7fffu + ((bits >> 16) & 1u);
   }
 
-  static float to_float(Element x) {
-    const std::uint32_t bits = static_cast<std::uint32_t>(x) << 16;
+  static float to_float(Type x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
@@ -98,78 +122,78 @@ struct BFloat16 {
 };
 
 struct Float16 {
-  using Element = std::uint16_t;
+  using Type = uint16_t;
 
 #if defined(__AVX512F__)
-  static Vec widen(const Element* p) {
+  static Vec widen(const Type* p) {
     return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  static void narrow(Element* p, Vec v) {
+  static void narrow(Type* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
   }
 #elif defined(__F16C__)
-  static Vec widen(const Element* p) {
+  static Vec widen(const Type* p) {
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  static void narrow(Element* p, Vec v) {
+  static void narrow(Type* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
   }
 #else
-  static Vec widen(const Element* p) {
+  static Vec widen(const Type* p) {
     Vec v;
     for (int i = 0; i < kLanes; ++i) v[i] = to_float(p[i]);
     return v;
   }
-  static void narrow(Element* p, Vec v) {
+  static void narrow(Type* p, Vec v) {
     for (int i = 0; i < kLanes; ++i) p[i] = from_float(v[i]);
   }
 #endif
 
-  static Pair load(const Element* p) { return {widen(p), widen(p + kLanes)}; }
-  static Pair load_first(const Element* p, int count) { return load_padded<Float16>(p, count); }
+  static Pair load(const Type* p) { return {widen(p), widen(p + kLanes)}; }
+  static Pair load_first(const Type* p, int count) { return load_padded<Float16>(p, count); }
   static Pair lanes_of(const float* p) { return {paged::load(p), paged::load(p + kLanes)}; }
-  static void store(Element* p, Pair v) {
+  static void store(Type* p, Pair v) {
     narrow(p, v.a);
     narrow(p + kLanes, v.b);
   }
 
-  static float to_float(Element x) {
-    const std::uint32_t size = x & 0x7fffu;
+  static float to_float(Type x) {
+    const uint32_t size = x & 0x7fffu;
     // Shifted into place the exponent is 112 too small; multiplying corrects it, subnormal halves included.
-    std::uint32_t bits = size << 13;
+    uint32_t bits = size << 13;
     float value;
     std::memcpy(&value, &bits, sizeof value);
     value *= 0x1p112f;
     std::memcpy(&bits, &value, sizeof bits);
     if (size >= 0x7c00u) bits |= 0x7f800000u;  // infinity and NaN
-    bits |= static_cast<std::uint32_t>(x & 0x8000u) << 16;
+    bits |= static_cast<uint32_t>(x & 0x8000u) << 16;
     std::memcpy(&value, &bits, sizeof value);
     return value;
   }
 
   // The nearest half, ties to even.
-  static Element from_float(float x) {
-    std::uint32_t bits;
+  static Type from_float(float x) {
+    uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
-    const std::uint32_t sign = (bits >> 16) & 0x8000u;
-    const std::uint32_t size = bits & 0x7fffffffu;
-    if (size > 0x7f800000u) return static_cast<Element>(sign | 0x7e00u);   // NaN
-    if (size >= 0x477ff000u) return static_cast<Element>(sign | 0x7c00u);  // rounds past 65504
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) return static_cast<Type>(sign | 0x7e00u);   // NaN
+    if (size >= 0x477ff000u) return static_cast<Type>(sign | 0x7c00u);  // rounds past 65504
     if (size >= 0x38800000u) {
-      return static_cast<Element>(sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13));
+      return static_cast<Type>(sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13));
     }
     // Subnormal half: adding 0.5 leaves the value in units of 2^-24 in the low bits, rounded by the adder.
     float value;
     std::memcpy(&value, &size, sizeof value);
     value += 0.5f;
     std::memcpy(&bits, &value, sizeof bits);
-    return static_cast<Element>(sign | (bits - 0x3f000000u));
+    return static_cast<Type>(sign | (bits - 0x3f000000u));
   }
 };
 
 // Calls f with the struct of an element type.
 template <class F>
-auto with_element_type(std::int64_t type, F f) {
+auto with_element_type(int64_t type, F f) {
   switch (type) {
     case kBFloat16:
       return f(BFloat16());

@@ -21,11 +21,11 @@ namespace paged {
 constexpr float kWeightSteps = 65535.0f;
 constexpr int kQuad = 4;  // tokens whose bytes are neighbours
 
-inline std::int64_t spread_bytes(std::int64_t block_size, std::int64_t dim) {
+inline int64_t spread_bytes(int64_t block_size, int64_t dim) {
   return round_up(block_size, kQuad) * round_up(dim, kVecBytes);
 }
 
-inline void spread_quad(__m512i a, __m512i b, __m512i c, __m512i d, std::uint8_t* out) {
+inline void spread_quad(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* out) {
   const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b);
   const __m512i cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
   _mm512_store_si512(out, _mm512_unpacklo_epi16(ab_low, cd_low));
@@ -35,25 +35,22 @@ inline void spread_quad(__m512i a, __m512i b, __m512i c, __m512i d, std::uint8_t
 }
 
 // Rows of four tokens; past the last token, the last one again (its weight is 0).
-inline void rows_of_quad(const std::uint8_t* codes, std::int64_t row_bytes, int t, int tokens,
-                         const std::uint8_t** rows) {
-  for (int i = 0; i < kQuad; ++i) rows[i] = codes + row_bytes * (t + i < tokens ? t + i : tokens - 1);
+inline void codes_of_quad(const uint8_t* codes, int64_t code_bytes, int t, int tokens, const uint8_t** rows) {
+  for (int i = 0; i < kQuad; ++i) rows[i] = codes + code_bytes * (t + i < tokens ? t + i : tokens - 1);
 }
 
 // Layout of `out`: chunks of 64 channels; in a chunk the quads, each four vectors.
-inline void spread_int8(const std::uint8_t* codes, std::int64_t dim, int tokens, std::uint8_t* out,
-                        std::int64_t prefetch_bytes) {
-  const std::int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
+inline void spread_int8(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out, int64_t prefetch_bytes) {
+  const int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
   for (int t = 0; t < tokens; t += kQuad) {
-    const std::uint8_t* row[kQuad];
-    rows_of_quad(codes, dim, t, tokens, row);
+    const uint8_t* row[kQuad];
+    codes_of_quad(codes, dim, t, tokens, row);
     prefetch_lines(moved(row[0], prefetch_bytes), kQuad * dim);
-    std::uint8_t* to = out + t * kVecBytes;
-    for (std::int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
+    uint8_t* to = out + t * kVecBytes;
+    for (int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
       const __mmask64 mask = first_bytes(dim - c);
       __m512i v[kQuad];
-      PAGED_UNROLL
-      for (int i = 0; i < kQuad; ++i) v[i] = _mm512_maskz_loadu_epi8(mask, row[i] + c);
+      PAGED_UNROLLED(i, kQuad) v[i] = _mm512_maskz_loadu_epi8(mask, row[i] + c);
       spread_quad(v[0], v[1], v[2], v[3], to);
     }
   }
@@ -61,40 +58,38 @@ inline void spread_int8(const std::uint8_t* codes, std::int64_t dim, int tokens,
 
 // Nibbles become bytes 0…15. When half a row is not whole vectors, rows are put together before they are
 // spread.
-inline void spread_nibbles(const std::uint8_t* codes, std::int64_t dim, int tokens, std::uint8_t* out,
-                           std::int64_t prefetch_bytes) {
-  const std::int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
-  const std::int64_t row_bytes = (dim + 1) / 2;
+inline void spread_nibbles(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out,
+                           int64_t prefetch_bytes) {
+  const int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
+  const int64_t code_bytes = (dim + 1) / 2;
   for (int t = 0; t < tokens; t += kQuad) {
-    const std::uint8_t* row[kQuad];
-    rows_of_quad(codes, row_bytes, t, tokens, row);
-    prefetch_lines(moved(row[0], prefetch_bytes), kQuad * row_bytes);
-    std::uint8_t* to = out + t * kVecBytes;
+    const uint8_t* row[kQuad];
+    codes_of_quad(codes, code_bytes, t, tokens, row);
+    prefetch_lines(moved(row[0], prefetch_bytes), kQuad * code_bytes);
+    uint8_t* to = out + t * kVecBytes;
     __m512i v[kQuad];
-    if (row_bytes == kVecBytes / 2) {
+    if (code_bytes == kVecBytes / 2) {
       // The same 32 bytes twice, those in the upper half moved by four bits.
       const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-      PAGED_UNROLL
-      for (int i = 0; i < kQuad; ++i) {
+      PAGED_UNROLLED(i, kQuad) {
         const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row[i]));
         v[i] = low_nibbles(_mm512_srlv_epi16(_mm512_broadcast_i64x4(bytes), shifts));
       }
       spread_quad(v[0], v[1], v[2], v[3], to);
-    } else if (row_bytes % kVecBytes == 0) {
-      for (std::int64_t c = 0; c < row_bytes; c += kVecBytes, to += chunk_bytes) {
-        PAGED_UNROLL
-        for (int i = 0; i < kQuad; ++i) v[i] = _mm512_loadu_si512(row[i] + c);
+    } else if (code_bytes % kVecBytes == 0) {
+      for (int64_t c = 0; c < code_bytes; c += kVecBytes, to += chunk_bytes) {
+        PAGED_UNROLLED(i, kQuad) v[i] = _mm512_loadu_si512(row[i] + c);
         spread_quad(low_nibbles(v[0]), low_nibbles(v[1]), low_nibbles(v[2]), low_nibbles(v[3]), to);
         spread_quad(high_nibbles(v[0]), high_nibbles(v[1]), high_nibbles(v[2]), high_nibbles(v[3]),
-                    to + row_bytes / kVecBytes * chunk_bytes);
+                    to + code_bytes / kVecBytes * chunk_bytes);
       }
     } else {
-      std::uint8_t whole[kQuad][2 * kMaxIntegerDim];
+      uint8_t whole[kQuad][2 * kMaxIntegerDim];
       for (int i = 0; i < kQuad; ++i) {
-        for (std::int64_t c = 0; c < row_bytes; ++c) whole[i][c] = row[i][c] & 15;
-        for (std::int64_t c = 0; c < dim - row_bytes; ++c) whole[i][row_bytes + c] = row[i][c] >> 4;
+        for (int64_t c = 0; c < code_bytes; ++c) whole[i][c] = row[i][c] & 15;
+        for (int64_t c = 0; c < dim - code_bytes; ++c) whole[i][code_bytes + c] = row[i][c] >> 4;
       }
-      for (std::int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
+      for (int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
         const __mmask64 mask = first_bytes(dim - c);
         for (int i = 0; i < kQuad; ++i) v[i] = _mm512_maskz_loadu_epi8(mask, whole[i] + c);
         spread_quad(v[0], v[1], v[2], v[3], to);
@@ -106,25 +101,23 @@ inline void spread_nibbles(const std::uint8_t* codes, std::int64_t dim, int toke
 // The weights of R queries as bytes, with what the sums are multiplied with and what is added to them.
 template <int R>
 struct ByteWeights {
-  alignas(64) std::uint8_t high[R][kMaxBlockSize];
-  alignas(64) std::uint8_t low[R][kMaxBlockSize];
+  alignas(64) uint8_t high[R][kMaxBlockSize];
+  alignas(64) uint8_t low[R][kMaxBlockSize];
   float unit[R];
   float zero[R];
 
   // From `weights`, of which a 0 hides its token, whatever the token's scale is. `zeros` may be null. Scales
   // and zeros are halves, one a token.
-  void set(const float* weights, const std::uint16_t* scales, const std::uint16_t* zeros, int tokens) {
+  void set(const float* weights, const uint16_t* scales, const uint16_t* zeros, int tokens) {
     alignas(64) float scaled[R][kMaxBlockSize];
     Vec sums[R] = {};
     __m512i tops[R];
-    PAGED_UNROLL
-    for (int r = 0; r < R; ++r) tops[r] = _mm512_setzero_si512();
+    PAGED_UNROLLED(r, R) tops[r] = _mm512_setzero_si512();
     for (int t = 0; t < tokens; t += kLanes) {
       const __mmask16 there = first_lanes(tokens - t);
       const __m512 scale = halves(scales + t, there);
       const __m512 shift = zeros == nullptr ? _mm512_setzero_ps() : halves(zeros + t, there);
-      PAGED_UNROLL
-      for (int r = 0; r < R; ++r) {
+      PAGED_UNROLLED(r, R) {
         const __m512 weight = (__m512)load(weights + r * kScoreStride + t);
         const __mmask16 seen = _mm512_mask_cmp_ps_mask(there, weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
         const Vec product = (Vec)_mm512_maskz_mul_ps(seen, weight, scale);
@@ -133,8 +126,7 @@ struct ByteWeights {
         sums[r] = sums[r] + (Vec)_mm512_maskz_mul_ps(seen, weight, shift);
       }
     }
-    PAGED_UNROLL
-    for (int r = 0; r < R; ++r) {
+    PAGED_UNROLLED(r, R) {
       float inverse_unit;
       zero[r] = zeros == nullptr ? 0.0f : sum_of(sums[r]);
       unit[r] = unit_of(tops[r], kWeightSteps, inverse_unit);
@@ -148,41 +140,35 @@ struct ByteWeights {
   }
 
  private:
-  static __m512 halves(const std::uint16_t* p, __mmask16 mask) {
+  static __m512 halves(const uint16_t* p, __mmask16 mask) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
   }
 };
 
 // Adds the weighted values, spread before, to R rows of sums in memory order.
 template <int R>
-void add_spread(const ByteWeights<R>& weights, const std::uint8_t* spread, std::int64_t dim, int tokens,
-                float* sums, std::int64_t sums_stride) {
+void add_spread(const ByteWeights<R>& weights, const uint8_t* spread, int64_t dim, int tokens,
+                Vectors<float> sums) {
   const int quads = (tokens + kQuad - 1) / kQuad;
-  for (std::int64_t first = 0; first < dim; first += kVecBytes) {
+  for (int64_t first = 0; first < dim; first += kVecBytes) {
     __m512i acc[R * 4];
-    PAGED_UNROLL
-    for (int i = 0; i < R * 4; ++i) acc[i] = _mm512_setzero_si512();
+    PAGED_UNROLLED(i, R * 4) acc[i] = _mm512_setzero_si512();
     for (int term = 0; term < 2; ++term) {
-      PAGED_UNROLL
-      for (int i = 0; i < R * 4; ++i) acc[i] = _mm512_slli_epi32(acc[i], 8);
+      PAGED_UNROLLED(i, R * 4) acc[i] = _mm512_slli_epi32(acc[i], 8);
       const auto& bytes = term == 0 ? weights.high : weights.low;
-      const std::uint8_t* at = spread + first * quads * kQuad;
+      const uint8_t* at = spread + first * quads * kQuad;
       for (int quad = 0; quad < quads; ++quad, at += 4 * kVecBytes) {
         __m512i v[4];
-        PAGED_UNROLL
-        for (int i = 0; i < 4; ++i) v[i] = _mm512_load_si512(at + i * kVecBytes);
-        PAGED_UNROLL
-        for (int r = 0; r < R; ++r) {
-          std::int32_t four;
+        PAGED_UNROLLED(i, 4) v[i] = _mm512_load_si512(at + i * kVecBytes);
+        PAGED_UNROLLED(r, R) {
+          int32_t four;
           std::memcpy(&four, bytes[r] + quad * kQuad, sizeof four);
           const __m512i weight = _mm512_set1_epi32(four);
-          PAGED_UNROLL
-          for (int i = 0; i < 4; ++i) acc[r * 4 + i] = dot_bytes(acc[r * 4 + i], weight, v[i]);
+          PAGED_UNROLLED(i, 4) acc[r * 4 + i] = dot_bytes(acc[r * 4 + i], weight, v[i]);
         }
       }
     }
-    PAGED_UNROLL
-    for (int r = 0; r < R; ++r) {
+    PAGED_UNROLLED(r, R) {
       // Vector i has channels 4 i … 4 i + 3 of each run of 16: to memory order.
       const __m512i p = _mm512_shuffle_i32x4(acc[r * 4 + 0], acc[r * 4 + 1], 0x44);
       const __m512i q = _mm512_shuffle_i32x4(acc[r * 4 + 2], acc[r * 4 + 3], 0x44);
@@ -190,8 +176,8 @@ void add_spread(const ByteWeights<R>& weights, const std::uint8_t* spread, std::
       const __m512i u = _mm512_shuffle_i32x4(acc[r * 4 + 2], acc[r * 4 + 3], 0xee);
       const __m512i ordered[4] = {_mm512_shuffle_i32x4(p, q, 0x88), _mm512_shuffle_i32x4(p, q, 0xdd),
                                   _mm512_shuffle_i32x4(s, u, 0x88), _mm512_shuffle_i32x4(s, u, 0xdd)};
-      for (int i = 0; i < 4 && first + i * kLanes < sums_stride; ++i) {
-        float* to = sums + r * sums_stride + first + i * kLanes;
+      for (int i = 0; i < 4 && first + i * kLanes < sums.stride; ++i) {
+        float* to = sums[r] + first + i * kLanes;
         store(to, load(to) + ((Vec)_mm512_cvtepi32_ps(ordered[i]) * weights.unit[r] + weights.zero[r]));
       }
     }
