@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.running_forward import ModelCall, Place
+from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.running_forward import ModelCall
 
 _HIDDEN = -1e4
 """What an additive mask adds to a score that is not to count, or less."""

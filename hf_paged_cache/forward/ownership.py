@@ -41,7 +41,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.plain_tensors import plain_tensors
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 from hf_paged_cache.host.running_forward import ModelCall
 from hf_paged_cache.store.saved import SavedWeight, SavedWeights
 

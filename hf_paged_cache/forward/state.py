@@ -25,7 +25,8 @@ import torch
 from hf_paged_cache.config import LayerSpec, PagedCacheConfig
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from hf_paged_cache.host import running_forward
-from hf_paged_cache.host.running_forward import ModelCall, Place
+from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.running_forward import ModelCall
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.kernels.call import LayerBlocks
 from hf_paged_cache.store import static_group

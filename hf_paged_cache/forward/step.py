@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_paged_cache.host.running_forward import Place
+from hf_paged_cache.host.frames import Place
 
 from .left_padding import Padding
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.running_forward import ModelCall, Place
+from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.running_forward import ModelCall
 
 _BEGINNING = 16
 """Tokens that tell one text from another."""

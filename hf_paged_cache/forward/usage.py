@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.running_forward import ModelCall, Place
+from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.running_forward import ModelCall
 
 
 class Usage:

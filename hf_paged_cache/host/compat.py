@@ -1,4 +1,4 @@
-"""Everything that depends on the version of `transformers`, or on names it does not promise to keep."""
+"""Names of `transformers` that it does not promise to keep, and what depends on its version."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import copyreg
 import inspect
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
 import torch
-import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers import masking_utils as _masking
@@ -23,9 +21,10 @@ from transformers.utils import output_capturing as _capturing
 
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 
-from . import running_forward
+from . import VERSION
+from .frames import module_of
 
-_CROP_KEEPS_WHEN_POSITIVE = Version(transformers.__version__) < Version("5.18")
+_CROP_KEEPS_WHEN_POSITIVE = Version("5.18") > VERSION
 
 
 # --- configs ------------------------------------------------------------------------------------------------
@@ -63,42 +62,6 @@ def cache_argument(model: torch.nn.Module) -> str:
     """What a model's forward and `generate` call a cache: transformers renamed both together."""
     accepted = inspect.signature(type(model).forward).parameters
     return "cache" if "cache" in accepted else "past_key_values"
-
-
-class CachedLength(int):
-    """A cache's length, which looks at what `generate` is about to slice from a prompt.
-
-    `generate` feeds the last `prompt length - cached length` tokens of a prompt. When the cache holds as many
-    tokens as the prompt has, or more, that number is not positive, and as a Python slice it silently picks
-    wrong tokens; and nothing says that the prompt begins with what is cached.
-
-    Attributes:
-        meet: Given the tokens of a prompt, its ids and the model, if they are known: how many to feed.
-    """
-
-    meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]]
-
-    def __new__(
-        cls,
-        tokens: int,
-        meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]],
-    ) -> CachedLength:
-        """A length of so many tokens."""
-        length = super().__new__(cls, tokens)
-        length.meet = meet
-        return length
-
-    def __rsub__(self, other: int) -> int:
-        meet = self.meet()
-        if meet is None or not running_forward.is_generation(depth=1):
-            return int(other) - int(self)
-        return meet(int(other), *running_forward.prompt_of(depth=1))
-
-    def __hash__(self) -> int:
-        return int.__hash__(self)
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
 
 
 def tokens_to_remove(argument: int, length: int) -> int:
@@ -162,7 +125,7 @@ def pickle_with(config_class: type, plain_name: Callable[[str], str]) -> None:
     def reduce(config: Any) -> Any:
         make, arguments, state, *rest = config.__reduce_ex__(2)
         name = state.get(_IMPLEMENTATION)
-        if name is not None and not running_forward.is_copying(depth=1):
+        if name is not None and module_of(sys._getframe(1)) != "copy":
             state = state | {_IMPLEMENTATION: plain_name(name)}
         return make, arguments, state, *rest
 
@@ -175,12 +138,10 @@ def attention_function(implementation: str, module: torch.nn.Module) -> Callable
     Raises:
         CacheMismatchError: The module's own eager function cannot be found.
     """
-    if implementation != "eager":
-        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
-        return function
-    module_class: Any = type(module)
-    found: Callable[..., Any] = _eager_function(module_class)
-    return found
+    if implementation == "eager":
+        return _eager_function(type(module))
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
+    return function
 
 
 def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -221,17 +182,14 @@ def is_plain_causal(mask_function: object) -> bool:
 _eager_functions: dict[type, Callable[..., Any]] = {}
 
 
-def _eager_function(module_class: type) -> Callable[..., Any]:
+def _eager_function(module_class: type[torch.nn.Module]) -> Callable[..., Any]:
     """Eager attention is no registered name: every modeling file has its own."""
     if module_class in _eager_functions:  # no functools.cache: compiled steps come by here
         return _eager_functions[module_class]
-    forward: Any = module_class.forward  # type: ignore[attr-defined]  # every torch module has one
-    files = [forward.__module__, *(base.__module__ for base in module_class.__mro__)]
-    for file in files:
+    for file in (module_class.forward.__module__, *(base.__module__ for base in module_class.__mro__)):
         function = getattr(sys.modules.get(file), "eager_attention_forward", None)
         if function is not None:
-            _eager_functions[module_class] = function
-            return function  # type: ignore[no-any-return]  # the host is untyped
+            return _eager_functions.setdefault(module_class, function)
     raise CacheMismatchError(
         f"{module_class.__name__} has no `eager_attention_forward` beside it, so its eager attention cannot "
         "be called; load the model with attn_implementation='sdpa'"

@@ -1,8 +1,11 @@
-"""Tensors that stand for others: they become dense only if somebody looks, and nobody writes to them."""
+"""Tensors that stand for others: they become dense only if somebody looks, and nobody writes to them.
+
+And the plain tensors behind what wraps them, as whoever counts bytes needs them (`plain_tensors`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -129,6 +132,21 @@ class ReadOnlyTensor(LazyTensor):
 def dense(tensor: Any) -> Any:
     """The dense tensor behind a lazy one that is no part of a graph; anything else as it is."""
     return tensor.dense() if isinstance(tensor, LazyTensor) and not tensor.requires_grad else tensor
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors inside tuples, lists, dicts, and tensors that are made of others."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from plain_tensors([getattr(value, name) for name in names])
+        else:
+            yield value
+    elif isinstance(value, dict):
+        yield from plain_tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from plain_tensors(item)
 
 
 def _laid_out(tensor: LazyTensor) -> torch.Tensor:

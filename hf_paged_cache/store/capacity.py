@@ -10,7 +10,7 @@ import torch
 
 from hf_paged_cache.config import LayerSpec, PagedCacheConfig
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host import running_forward
+from hf_paged_cache.host import generation
 
 from .device.memory import free_memory_bytes, total_memory_bytes
 from .pool import KVPool, PoolShape
@@ -110,7 +110,7 @@ class Capacity:
         """Tokens of rows that begin with so many; None if they may as well be full."""
         if self.is_asked_for or not _is_taken_at_once(device):
             return None
-        return max(running_forward.generated_length() or tokens + _RESERVE_TOKENS, tokens)
+        return max(generation.generated_length() or tokens + _RESERVE_TOKENS, tokens)
 
     def grown_blocks(self, num_blocks: int, window: int | None, rows: int, pools: Sequence[KVPool]) -> int:
         """What a pool that is too small grows to, where no more is missing.
@@ -123,7 +123,7 @@ class Capacity:
         """
         if window is not None:
             return rows * self.window_blocks(window)
-        if not self.is_asked_for and (length := running_forward.generated_length()) is not None:
+        if not self.is_asked_for and (length := generation.generated_length()) is not None:
             return rows * -(-length // self._config.block_size)
         if _grow_in_place(pools):
             return num_blocks + rows * -(-_RESERVE_TOKENS // self._config.block_size)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_paged_cache.blocks import BlockManager, BlockPool
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host import running_forward
-from hf_paged_cache.host.running_forward import Place
+from hf_paged_cache.host.frames import Place
 
 from .device.streams import Streams
 from .pool import PoolShape, Storage
@@ -239,7 +238,7 @@ class Store:
         with self.lock:
             if not self.recover():
                 raise PagedCacheError("the cache is in the middle of a change; call this after it")
-            self._undo = running_forward.here(), self._saver(save)
+            self._undo = Place.here(), self._saver(save)
             try:
                 result = make()
             except BaseException:
