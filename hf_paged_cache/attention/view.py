@@ -80,6 +80,11 @@ class StoredKV:
         return self.history_end > self.start
 
     @property
+    def has_gap(self) -> bool:
+        """Whether some token of a window is not stored."""
+        return self.group.window is not None and self.group.has_gap(self.start)
+
+    @property
     def is_current(self) -> bool:
         """Whether the blocks behind the view still hold the tokens that they held when it was made.
 

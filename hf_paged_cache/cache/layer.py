@@ -84,7 +84,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         key_states, value_states = as_attended(key_states), as_attended(value_states)
         if torch.compiler.is_compiling():
             if state.can_be_static and state.would_be_static(key_states.device):
-                return self._update_compiled(key_states, value_states)
+                return compiled_step.update_static(
+                    state.group_of(self.layer_idx) if state.batch else None,
+                    self.layer_idx,
+                    key_states,
+                    value_states,
+                    is_interrupted=state.has_open_step,
+                    is_attended=state.is_attended(),
+                    wants_gradients=state.gradients_from is not None,
+                )
             return self._update_between_graphs(key_states, value_states)  # type: ignore[no-any-return]
         if state.is_static and state.tokens[self.layer_idx] == state.step_end:
             state.pull()
@@ -187,7 +195,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def length_tensor(self) -> torch.Tensor:
         """Tokens of a static row, as the device knows it; the host does not wait for it."""
-        return self._static_group().length_tensor(self.layer_idx)
+        group = self._state.group_of(self.layer_idx)
+        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
+        return group.length_tensor(self.layer_idx)
 
     def get_max_length(self) -> int:
         """Tokens that a static row can hold, otherwise -1: the pool bounds the sum over rows."""
@@ -323,37 +333,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if self._state.gradients_from is not None and torch.is_grad_enabled():
             return stored.in_graph(*stored.views())
         return stored.views()
-
-    def _static_group(self) -> StaticGroup:
-        group = self._state.group_of(self.layer_idx)
-        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
-        return group
-
-    def _update_compiled(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = self._state.group_of(self.layer_idx) if self._state.batch else None
-        if not isinstance(group, StaticGroup) or self.layer_idx not in group.static_blocks:
-            compiled_step.refuse(
-                "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
-                "call the model itself for it (`generate` does, unless `prefill_chunk_size` is given)"
-            )
-            raise AssertionError("refuse has raised")
-        if self._state.has_open_step:
-            compiled_step.refuse(
-                "a forward was interrupted and left some layers behind; call the model itself once, which "
-                "takes it back, or `cache.reset()`"
-            )
-        return compiled_step.update(
-            group.static_blocks[self.layer_idx],
-            group.window,
-            key_states,
-            value_states,
-            remember=self._state.is_attended(),
-            is_vetted=self.layer_idx in group.vetted,
-            reader=group.readers.get(self.layer_idx),
-            wants_gradients=self._state.gradients_from is not None,
-        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
     def _update_between_graphs(
