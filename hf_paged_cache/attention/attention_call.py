@@ -86,30 +86,20 @@ class AttentionCall:
         stored.check_current()
         query, q_tokens = as_attended(self.query), self.query.shape[2]
         mask, is_causal = self._pattern()
-        fresh_keys, fresh_values = stored.fresh_keys, stored.fresh_values
         # One query reads its own K and V as they are stored. More are a prompt or a draft, and see each other
         # in the model's precision.
-        reads_own = q_tokens == 1 or fresh_keys is None or stored.blocks.records is None
+        reads_own = q_tokens == 1 or stored.fresh is None or stored.blocks.records is None
         if q_tokens <= MAX_DECODE_TOKENS and reads_own and not stored.has_gap:
-            question = Attention(
-                query,
-                stored.start,
-                stored.end,
-                float(self.scale),
-                mask,
-                is_causal,
-                softcap=self.softcap,
-                sinks=self.sinks,
-            )
+            question = Attention(query, stored.start, stored.end, float(self.scale), mask, is_causal)
+            question.softcap, question.sinks = self.softcap, self.sinks
             return dispatch.decode(stored.blocks, question)
-        assert fresh_keys is not None, "only views returned by `update` come this far"
-        assert fresh_values is not None, "fresh K never come without fresh V"
+        assert stored.fresh is not None, "only views returned by `update` come this far"
         with without_autocast(query):
             return attend_with_history(
                 stored.blocks,
                 query=query,
-                fresh_keys=fresh_keys,
-                fresh_values=fresh_values,
+                fresh_keys=stored.fresh[0],
+                fresh_values=stored.fresh[1],
                 history_start=stored.start,
                 history_end=stored.history_end,
                 scale=float(self.scale),
@@ -129,9 +119,6 @@ class AttentionCall:
             given = self.kwargs.get("is_causal")
             is_causal = has_more and bool(getattr(self.module, "is_causal", True) if given is None else given)
         bias = self.kwargs.get("position_bias")
-        if bias is None:
-            return mask, is_causal
-        if mask is None:
-            return bias, is_causal
-        added = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
-        return added, is_causal
+        if bias is not None and mask is not None:
+            bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
+        return mask if bias is None else bias, is_causal

@@ -1,8 +1,9 @@
 """What a layer does in a decode step that `torch.compile` traces.
 
-No views here: tensors without storage cannot be traced. `update` returns dense K and V, as any attention
-could want them, and remembers beside them where they came from. The attention of this package finds that,
-reads the blocks, and leaves the dense tensors unused, so that the compiler drops what would have made them.
+No views here: tensors without storage cannot be traced. `update_static` returns dense K and V, as any
+attention could want them, and remembers beside them where they came from. The attention of this package finds
+that, reads the blocks, and leaves the dense tensors unused, so that the compiler drops what would have made
+them.
 """
 
 from __future__ import annotations
@@ -119,7 +120,11 @@ def attend(call: AttentionCall) -> torch.Tensor | None:
     if call.is_eager and (layer_idx not in group.vetted or call.wants_weights):
         return None
     blocks, query = group.static_blocks[layer_idx], as_attended(call.query)
-    if query.dtype != blocks.keys.dtype or not _is_servable(call, blocks):
+    if query.dtype != blocks.keys.dtype or call.kwargs.get("position_bias") is not None:
+        return None
+    if call.kwargs.get("dropout") or not (
+        mask is None or (mask.dim() == 4 and mask.shape[3] == blocks.capacity_tokens)
+    ):
         return None
     has_more = query.shape[2] > 1
     out: torch.Tensor = torch.ops.hf_paged_cache.attend(
@@ -170,9 +175,3 @@ def _or_nan_where_full(x: torch.Tensor, blocks: StaticBlocks) -> torch.Tensor:
 def refuse(message: str) -> NoReturn:
     """Raise CacheMismatchError when the step that is being compiled runs."""
     raise CacheMismatchError(message)
-
-
-def _is_servable(call: AttentionCall, blocks: StaticBlocks) -> bool:
-    if call.kwargs.get("position_bias") is not None or call.kwargs.get("dropout"):
-        return False
-    return call.mask is None or (call.mask.dim() == 4 and call.mask.shape[3] == blocks.capacity_tokens)

@@ -41,14 +41,15 @@ def activate(config_or_model: object) -> bool:
         implementation other than sdpa and eager), a `PagedCache` still works: its K and V become dense
         tensors at every layer.
     """
-    config, model = compat.resolve_config(config_or_model)
     active = False
-    for held, modeling in compat.attention_configs(config, model):
+    for held, modeling in compat.attention_configs(config_or_model):
         current = held._attn_implementation
         if current is not None and current.startswith(NAME_PREFIX):
             active = True
         elif current in _FALLBACKS and compat.dispatches_attention(modeling, current):
-            _register(current)
+            mask = masks.make_mask_function(current)
+            compat.register_attention(NAME_PREFIX + current, _make_attention(current), mask)
+            compat.call_before_continuous_batching(deactivate)
             compat.pickle_with(type(held), _plain_name)
             compat.set_implementation(held, NAME_PREFIX + current)
             active = True
@@ -57,7 +58,7 @@ def activate(config_or_model: object) -> bool:
 
 def watch(config_or_model: object) -> Callable[[], bool]:
     """A function that tells whether attention of this package is on in a model, whenever it is asked."""
-    configs = [held for held, _ in compat.attention_configs(*compat.resolve_config(config_or_model))]
+    configs = [held for held, _ in compat.attention_configs(config_or_model)]
 
     def is_active() -> bool:
         return any(str(held._attn_implementation).startswith(NAME_PREFIX) for held in configs)
@@ -67,8 +68,7 @@ def watch(config_or_model: object) -> Callable[[], bool]:
 
 def deactivate(config_or_model: object) -> None:
     """Give a model back the attention implementation it had before `activate`."""
-    config, model = compat.resolve_config(config_or_model)
-    for held, _ in compat.attention_configs(config, model):
+    for held, _ in compat.attention_configs(config_or_model):
         current = held._attn_implementation
         if current is not None:
             compat.set_implementation(held, _plain_name(current))
@@ -77,20 +77,13 @@ def deactivate(config_or_model: object) -> None:
 @contextmanager
 def paged_attention(config_or_model: object) -> Iterator[None]:
     """Paged attention inside the block; afterwards the model is as it was."""
-    config, model = compat.resolve_config(config_or_model)
-    before = [(held, held._attn_implementation) for held, _ in compat.attention_configs(config, model)]
+    before = [(held, held._attn_implementation) for held, _ in compat.attention_configs(config_or_model)]
     activate(config_or_model)
     try:
         yield
     finally:
         for held, implementation in before:
             compat.set_implementation(held, implementation)
-
-
-def _register(implementation: str) -> None:
-    name = NAME_PREFIX + implementation
-    compat.register_attention(name, _make_attention(implementation), masks.make_mask_function(implementation))
-    compat.call_before_continuous_batching(deactivate)
 
 
 def _plain_name(implementation: str) -> str:

@@ -40,19 +40,13 @@ def may_answer(call: AttentionCall, stored: StoredKV) -> bool:
     """Whether a kernel may answer a call over stored K and V."""
     # Without history: the host's function on the tensors of this forward, to the bit what it computes
     # without us.
-    return (
-        stored.has_history
-        and not (call.kwargs.get("dropout") and call.module.training)  # the kernels have none
-        and _is_servable(call, stored)
-        and (not call.is_eager or _is_trusted(call, stored))
-    )
+    if not stored.has_history or (call.kwargs.get("dropout") and call.module.training):
+        return False  # the kernels have no dropout
+    return _is_servable(call, stored) and (not call.is_eager or _is_trusted(call, stored))
 
 
 def answer_and_vet(call: AttentionCall, stored: StoredKV, group: StaticGroup) -> Output:
-    """What a module's eager function returns, and a note whether a kernel gives the same for newest queries.
-
-    A step that is being compiled cannot compare, so this is done on the prompt before it.
-    """
+    """What an eager function returns for a prompt; notes whether a kernel gives the same for its end."""
     result = call.of_host(*stored.views())
     if getattr(call.module, "layer_idx", None) != stored.layer_idx:
         return result  # a layer that shares the K and V of another
@@ -79,25 +73,18 @@ def _is_servable(call: AttentionCall, stored: StoredKV) -> bool:
         isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[3] == stored.end - stored.start
     ):
         return False
-    inputs = (
-        call.query,
-        stored.fresh_keys,
-        stored.fresh_values,
-        kwargs.get("s_aux"),
-        kwargs.get("position_bias"),
-    )
+    inputs = (call.query, *(stored.fresh or ()), kwargs.get("s_aux"), kwargs.get("position_bias"))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return False  # the kernels have no backward
     if call.wants_weights:
         return False
-    return call.query.shape[2] <= MAX_DECODE_TOKENS or stored.fresh_keys is not None
+    return call.query.shape[2] <= MAX_DECODE_TOKENS or stored.fresh is not None
 
 
 def _is_trusted(call: AttentionCall, stored: StoredKV) -> bool:
     """Whether a kernel may stand in for a module's eager function, found out by trying it once."""
     names = tuple(sorted(name for name, value in call.kwargs.items() if value is not None))
-    mask = call.mask
-    case = (names, stored.blocks.keys.dtype, type(mask), None if mask is None else mask.dtype)
+    case = (names, stored.blocks.keys.dtype, type(call.mask), getattr(call.mask, "dtype", None))
     known = _trusted.setdefault(call.module, {})
     if case not in known:
         known[case] = _agrees(call, stored)

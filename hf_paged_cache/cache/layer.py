@@ -140,7 +140,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         state.compare_rows(stored_keys, stored_values)
         state.written(self.layer_idx)
         first = self._first_visible(start)
-        return StoredKV(state, blocks, self.layer_idx, first, state.step_end, key_states, value_states)
+        return StoredKV(state, blocks, self.layer_idx, first, state.step_end, (key_states, value_states))
 
     def update_traced(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache: int

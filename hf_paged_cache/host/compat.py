@@ -148,11 +148,7 @@ def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """Whether somebody will read the weights that the attention function of a module returns.
 
     The host records them with hooks on its modules, and most of its modules are not told so. Other people's
-    hooks see them too.
-
-    Args:
-        module: The attention module.
-        kwargs: What it passes to the attention function.
+    hooks see them too. `kwargs` are what the module passes to the attention function.
     """
     if kwargs.get("output_attentions"):
         return True
@@ -161,9 +157,8 @@ def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
         recorded = collector.global_var
     else:
         recorded = collector.get()
-        if any(
-            getattr(hook, "__module__", "") != _capturing.__name__ for hook in module._forward_hooks.values()
-        ):
+        hooks = module._forward_hooks.values()
+        if any(getattr(hook, "__module__", "") != _capturing.__name__ for hook in hooks):
             return True
     return any("attention" in name for name in recorded or ())
 
@@ -196,29 +191,24 @@ def _eager_function(module_class: type[torch.nn.Module]) -> Callable[..., Any]:
     )
 
 
-def attention_configs(
-    config: PreTrainedConfig, model: torch.nn.Module | None
-) -> Iterator[tuple[PreTrainedConfig, str]]:
+def attention_configs(config_or_model: object) -> Iterator[tuple[PreTrainedConfig, str]]:
     """The configs that attention layers read their implementation from, each with its modeling file.
 
     With a model these are the configs its attention modules hold (an encoder-decoder gives its decoder a copy
     that the model's own config does not lead to); with a config alone, that config's text part.
     """
+    config, model = resolve_config(config_or_model)
     if model is None:
         decoder = config.get_text_config(decoder=True)
         target = decoder if any(value is decoder for value in vars(config).values()) else config
         yield target, type(target).__module__.replace("configuration_", "modeling_")
         return
-    seen: set[int] = set()
+    found: dict[int, tuple[PreTrainedConfig, str]] = {}
     for module in model.modules():
         held = getattr(module, "config", None)
-        if (
-            isinstance(held, PreTrainedConfig)
-            and getattr(module, "layer_idx", None) is not None
-            and id(held) not in seen
-        ):
-            seen.add(id(held))
-            yield held, type(module).__module__
+        if isinstance(held, PreTrainedConfig) and getattr(module, "layer_idx", None) is not None:
+            found.setdefault(id(held), (held, type(module).__module__))
+    yield from found.values()
 
 
 @cache
@@ -237,6 +227,4 @@ def dispatches_attention(modeling_module: str, implementation: str) -> bool:
     compared = re.findall(
         r"_attn_implementation\s*(?:==|!=|in|not in)\s*(\([^)]*\)|\[[^\]]*\]|[\"'][^\"']*[\"'])", source
     )
-    return not any(
-        f'"{implementation}"' in literal or f"'{implementation}'" in literal for literal in compared
-    )
+    return not any(re.search(f"[\"']{implementation}[\"']", literal) for literal in compared)

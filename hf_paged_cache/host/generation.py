@@ -1,10 +1,10 @@
 """The host's `generate` on the Python stack: what it is about to feed, and how long its rows get.
 
 Of the host this needs functions `generate` and `_assisted_decoding` of modules under
-`transformers.generation`, whose variables are `input_ids`, `self`, `model_kwargs` (`attention_mask`,
+`transformers.generation`, whose variables are `self`, `input_ids`, `model_kwargs` (`attention_mask`,
 `decoder_attention_mask`, `encoder_outputs`) and `generation_config` (`max_length`, `_mask_length`), and that
-prompts are sliced by what is left of their length without the cache's. `tests/cases/test_assisted.py`,
-`tests/cases/test_history.py` and `tests/host/test_running_forward.py` pin them.
+prompts are sliced by what is left of their length without the cache's. `tests/host/test_running_forward.py`,
+`tests/cases/test_history.py` and `tests/cases/test_assisted.py` pin them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CachedLength(int):
 
 def is_generate(frame: FrameType) -> bool:
     """Whether the function that runs in a frame is `generate` of the host."""
-    return frame.f_code.co_name == "generate" and module_of(frame).startswith(_MODULES)
+    return _is_of_generation(frame, "generate")
 
 
 def generated_length() -> int | None:
@@ -83,19 +83,16 @@ def drafts_feed_all_of() -> int | None:
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is EncoderDecoderCache.activate_past_recording.__code__:
         frame = frame.f_back
-    if (
-        frame is None
-        or frame.f_code.co_name != "_assisted_decoding"
-        or not module_of(frame).startswith(_MODULES)
-    ):
+    if frame is None or not _is_of_generation(frame, "_assisted_decoding"):
         return None
-    ids, given = tensor_in(frame.f_locals, "input_ids"), frame.f_locals.get("model_kwargs", {})
+    names = frame.f_locals
+    ids, given = tensor_in(names, "input_ids"), names.get("model_kwargs", {})
     name = "attention_mask" if given.get("encoder_outputs") is None else "decoder_attention_mask"
     mask = tensor_in(given, name)
     if ids is None:
         return None
     tokens = int(ids.shape[1])
-    settings = frame.f_locals.get("generation_config")
+    settings = names.get("generation_config")
     masked = getattr(settings, "_mask_length", tokens) if mask is None else mask.shape[1]
     return tokens if masked == tokens else None
 
@@ -104,3 +101,7 @@ def tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
     """The value of a variable, if it is a tensor."""
     value = names.get(name)
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _is_of_generation(frame: FrameType, name: str) -> bool:
+    return frame.f_code.co_name == name and module_of(frame).startswith(_MODULES)

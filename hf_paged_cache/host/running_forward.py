@@ -80,11 +80,7 @@ class ModelCall:
 
 def current() -> ModelCall:
     """The call in progress in this thread."""
-    inner: FrameType | None = None
-    outer: FrameType | None = None
-    root: FrameType | None = None
-    module: FrameType | None = None
-    graph: FrameType | None = None
+    inner = outer = root = module = graph = None
     is_generating = is_in_graph = False
     for frame in stack(sys._getframe(1)):
         name = frame.f_code.co_name
@@ -95,10 +91,10 @@ def current() -> ModelCall:
                 module = frame
         elif is_generate(frame):
             root, is_generating = frame, True
-        elif name == _UPDATE_IN_GRAPH and module_of(frame).startswith(_PACKAGE):
+        elif name == _UPDATE_IN_GRAPH and _library_of(frame) == _PACKAGE:
             is_in_graph = True
-        elif is_in_graph and graph is None and _is_written_by_people(frame):
-            graph = frame
+        elif is_in_graph and graph is None and _library_of(frame) not in ("", "torch", _PACKAGE):
+            graph = frame  # a function that a person has written
     names: Mapping[str, Any] = {} if inner is None else inner.f_locals
     model, given = names.get("self"), None
     if inner is None and graph is not None:
@@ -137,10 +133,9 @@ def _self_kind(frame: FrameType) -> type[torch.nn.Module] | None:
     return _self_kinds[code]
 
 
-def _is_written_by_people(frame: FrameType) -> bool:
-    """Whether it is no function of ours, of torch, or made by a compiler."""
-    name = module_of(frame)
-    return bool(name) and name.partition(".")[0] not in ("torch", _PACKAGE)
+def _library_of(frame: FrameType) -> str:
+    """Name of the library that a function belongs to; none if a compiler has made it."""
+    return module_of(frame).partition(".")[0]
 
 
 def _given_to(frame: FrameType) -> tuple[Any, dict[str, Any]]:
@@ -164,19 +159,13 @@ def _given_to(frame: FrameType) -> tuple[Any, dict[str, Any]]:
 
 
 def _use_cache(frame: FrameType, model: Any, names: Mapping[str, Any], given: object) -> bool | None:
-    """What a forward was given as `use_cache`; a False counts only if a caller gave it.
+    """What the forward of a model was given as `use_cache`; a False counts only if a caller gave it.
 
     A model that is given none takes the one of its config, which fine-tuning leaves at False; under gradient
     checkpointing, or with labels, it takes False; and so it hands on to the models inside. What a forward was
     given itself stands in the functions around it, of torch and of the host. Where there are none
     (`model.forward(...)` of some models) it cannot be known, and the cache is used, as the default one would
-    be.
-
-    Args:
-        frame: Of the forward.
-        model: Whose it is.
-        names: What that forward has.
-        given: What it was given, where that shows already.
+    be. `names` are the forward's variables, `given` what it was given where that shows already.
     """
     value = _named_use_cache(names)
     if value is not False:
@@ -192,7 +181,7 @@ def _use_cache(frame: FrameType, model: Any, names: Mapping[str, Any], given: ob
         elif (
             code.co_flags & _TAKES_ANYTHING == _TAKES_ANYTHING
             and code.co_qualname != _FILLS_IN_DEFAULTS
-            and module_of(above).partition(".")[0] in ("torch", "transformers")
+            and _library_of(above) in ("torch", "transformers")
         ):
             whose, arguments = _given_to(above)
             given = arguments.get("use_cache") if whose is model else given
