@@ -131,7 +131,7 @@ def observe(observer: Observer) -> Iterator[None]:
 def compute(call: AttentionCall) -> Output:
     """Answer a call: by a kernel if it may, and by the host's function otherwise. No observer sees this."""
     key, value, rows = call.key, call.value, call.query.shape[0]
-    if type(key) is PagedView and key.stored.state.batch == 1 != rows:
+    if type(key) is PagedView and key.stored.state.rows.batch == 1 != rows:
         # Cross-attention over the text of one row, which all beams share.
         key, value = (dense(side).expand(rows, -1, -1, -1) for side in (key, value))
     if type(key) is not PagedView or type(value) is not PagedView or key.stored is not value.stored:
@@ -151,6 +151,6 @@ def compute(call: AttentionCall) -> Output:
 def _fit(mask: torch.Tensor | None, stored: StoredKV) -> torch.Tensor | None:
     """The mask over the tokens of a view. Masks for static rows are as wide as a row can be."""
     if mask is not None and stored.state.is_static and mask.dim() == 4:
-        is_wide = mask.shape[3] == stored.state.row_capacity_tokens != stored.end - stored.start
+        is_wide = mask.shape[3] == stored.state.layer_groups.row_capacity_tokens != stored.end - stored.start
         mask = mask[..., stored.start : stored.end] if is_wide else mask
     return mask if type(mask) is LazyMask else dense(mask)

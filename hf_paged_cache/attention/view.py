@@ -47,7 +47,7 @@ class StoredKV:
     _dense: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.group = self.state.group_of(self.layer_idx)
+        self.group = self.state.layer_groups.of(self.layer_idx)
         self._version = self.group.manager.version
 
     @property
@@ -106,7 +106,7 @@ class StoredKV:
     def _view(self, side: int) -> PagedView:
         blocks = self.blocks
         _, heads, _, channels = (blocks.values if side else blocks.keys).shape
-        shape = (self.state.batch, heads, self.end - self.start, channels)
+        shape = (self.state.rows.batch, heads, self.end - self.start, channels)
         view = PagedView.of_shape(shape, blocks.keys.dtype, blocks.keys.device)
         view.stored, view.side = self, side
         return view
@@ -117,7 +117,7 @@ class StoredKV:
         A gradient that arrives at tokens which earlier forwards stored ends there. That is right for tokens
         that were constants when they came, and would be a wrong answer for the others.
         """
-        first = self.state.gradients_from
+        first = self.state.rows.gradients_from
         if first is None or first >= self.history_end:
             return keys, values
         wanted = slice(max(first - self.start, 0), self.history_end - self.start)
