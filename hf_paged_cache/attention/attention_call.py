@@ -68,10 +68,14 @@ class AttentionCall:
         """Logits `[q_heads]` that take probability and have no value."""
         return self.kwargs.get("s_aux") if self.is_eager else None
 
-    @property
-    def wants_weights(self) -> bool:
-        """Whether somebody will read the weights, which kernels do not return."""
-        return self.is_eager and compat.wants_weights(self.module, self.kwargs)
+    def suits_kernels(self, dtype: torch.dtype, tokens: int) -> bool:
+        """Whether kernels take such a query and mask over so many tokens, and what they return is enough."""
+        mask = self.mask
+        return (
+            as_attended(self.query).dtype == dtype
+            and (mask is None or (isinstance(mask, torch.Tensor) and mask.shape[3:] == (tokens,)))
+            and not (self.is_eager and compat.wants_weights(self.module, self.kwargs))  # which they lack
+        )
 
     def of_host(self, key: torch.Tensor, value: torch.Tensor) -> Output:
         """What the host's function returns for these K and V."""

@@ -117,18 +117,16 @@ def attend(call: AttentionCall) -> torch.Tensor | None:
             "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
             "model itself once, which looks at its weights"
         )
-    if call.is_eager and (layer_idx not in group.vetted or call.wants_weights):
+    blocks = group.static_blocks[layer_idx]
+    if call.is_eager and layer_idx not in group.vetted:
         return None
-    blocks, query = group.static_blocks[layer_idx], as_attended(call.query)
-    if query.dtype != blocks.keys.dtype or call.kwargs.get("position_bias") is not None:
+    if call.kwargs.get("position_bias") is not None or call.kwargs.get("dropout"):
         return None
-    if call.kwargs.get("dropout") or not (
-        mask is None or (mask.dim() == 4 and mask.shape[3] == blocks.capacity_tokens)
-    ):
+    if not call.suits_kernels(blocks.keys.dtype, blocks.capacity_tokens):
         return None
-    has_more = query.shape[2] > 1
+    has_more = call.query.shape[2] > 1
     out: torch.Tensor = torch.ops.hf_paged_cache.attend(
-        query,
+        as_attended(call.query),
         blocks.keys,
         blocks.values,
         blocks.layer,
@@ -146,19 +144,17 @@ def attend(call: AttentionCall) -> torch.Tensor | None:
 
 def _check(blocks: StaticBlocks, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
     """Refuse K and V of other shapes or dtypes than the blocks hold."""
-    rows, heads, dtype = blocks.table.shape[0], blocks.keys.shape[2], blocks.keys.dtype
-    head_dim, v_head_dim, new_tokens = blocks.keys.shape[4], blocks.values.shape[4], key_states.shape[2]
-    if (
-        key_states.shape != (rows, heads, new_tokens, head_dim)
-        or value_states.shape != (rows, heads, new_tokens, v_head_dim)
-        or key_states.dtype != dtype
-        or value_states.dtype != dtype
-    ):
+    rows, heads, new_tokens = blocks.table.shape[0], blocks.keys.shape[2], key_states.shape[2]
+    fits = [
+        states.shape == (rows, heads, new_tokens, held.shape[4]) and states.dtype == held.dtype
+        for states, held in ((key_states, blocks.keys), (value_states, blocks.values))
+    ]
+    if not all(fits):
         refuse(
-            f"the cache holds {rows} rows with {heads} kv heads, head_dim {head_dim} (K) and {v_head_dim} "
-            f"(V) in {dtype}; got K {tuple(key_states.shape)} {key_states.dtype} and V "
-            f"{tuple(value_states.shape)} {value_states.dtype}. `cache.reset()` for a new batch, or a new "
-            "PagedCache for another model"
+            f"the cache holds {rows} rows with {heads} kv heads, head_dim {blocks.keys.shape[4]} (K) and "
+            f"{blocks.values.shape[4]} (V) in {blocks.keys.dtype}; got K {tuple(key_states.shape)} "
+            f"{key_states.dtype} and V {tuple(value_states.shape)} {value_states.dtype}. `cache.reset()` for "
+            "a new batch, or a new PagedCache for another model"
         )
 
 

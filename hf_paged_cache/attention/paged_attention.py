@@ -59,11 +59,7 @@ def activate(config_or_model: object) -> bool:
 def watch(config_or_model: object) -> Callable[[], bool]:
     """A function that tells whether attention of this package is on in a model, whenever it is asked."""
     configs = [held for held, _ in compat.attention_configs(config_or_model)]
-
-    def is_active() -> bool:
-        return any(str(held._attn_implementation).startswith(NAME_PREFIX) for held in configs)
-
-    return is_active
+    return lambda: any(str(held._attn_implementation).startswith(NAME_PREFIX) for held in configs)
 
 
 def deactivate(config_or_model: object) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_paged_cache.host.lazy_tensor import dense
-from hf_paged_cache.kernels.autocast import as_attended
 from hf_paged_cache.kernels.prefill import MAX_DECODE_TOKENS
 
 from .masks import LazyMask
@@ -66,17 +65,10 @@ def answer_and_vet(call: AttentionCall, stored: StoredKV, group: StaticGroup) ->
 
 def _is_servable(call: AttentionCall, stored: StoredKV) -> bool:
     """Whether kernels compute what is asked for."""
-    mask, kwargs = call.mask, call.kwargs
-    if as_attended(call.query).dtype != stored.blocks.keys.dtype:
-        return False
-    if mask is not None and not (
-        isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[3] == stored.end - stored.start
-    ):
-        return False
-    inputs = (call.query, *(stored.fresh or ()), kwargs.get("s_aux"), kwargs.get("position_bias"))
+    inputs = (call.query, *(stored.fresh or ()), call.kwargs.get("s_aux"), call.kwargs.get("position_bias"))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return False  # the kernels have no backward
-    if call.wants_weights:
+    if not call.suits_kernels(stored.blocks.keys.dtype, stored.end - stored.start):
         return False
     return call.query.shape[2] <= MAX_DECODE_TOKENS or stored.fresh is not None
 

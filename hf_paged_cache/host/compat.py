@@ -27,9 +27,6 @@ from .frames import module_of
 _CROP_KEEPS_WHEN_POSITIVE = Version("5.18") > VERSION
 
 
-# --- configs ------------------------------------------------------------------------------------------------
-
-
 def resolve_config(config_or_model: object) -> tuple[PreTrainedConfig, torch.nn.Module | None]:
     """The config meant by a config or a model, and the model if that was given.
 
@@ -55,9 +52,6 @@ def expected_device(model: torch.nn.Module | None) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-# --- the cache's contract -----------------------------------------------------------------------------------
-
-
 def cache_argument(model: torch.nn.Module) -> str:
     """What a model's forward and `generate` call a cache: transformers renamed both together."""
     accepted = inspect.signature(type(model).forward).parameters
@@ -79,9 +73,6 @@ def tokens_to_remove(argument: int, length: int) -> int:
         f"crop takes minus the number of tokens to remove, got {argument}; "
         f"to keep {argument} of {length} tokens: `cache.crop({min(0, argument - length)})`"
     )
-
-
-# --- attention ----------------------------------------------------------------------------------------------
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
