@@ -22,8 +22,10 @@ from hf_paged_cache.display import html
 from hf_paged_cache.display.stats import CacheStats, GroupStats, MemoryFootprint
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE
+from hf_paged_cache.forward.contents import ModelTraits
+from hf_paged_cache.forward.ownership import check_prompt
 from hf_paged_cache.forward.recurrent_state import HostParts
-from hf_paged_cache.forward.state import CacheState, ModelTraits
+from hf_paged_cache.forward.state import CacheState
 from hf_paged_cache.host import architectures, compat, generation, running_forward
 from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
@@ -278,7 +280,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         if ids is not None and ids.shape[1] == tokens:
             state.rows.ids.check_prompt(ids)
         if tokens == held and held:
-            state.check_prompt_of(model)
+            check_prompt(state.rows.owner, model, state.rows.end)
             try:
                 self.crop(-1)
             except (PagedCacheError, RuntimeError) as error:

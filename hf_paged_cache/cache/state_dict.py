@@ -23,9 +23,9 @@ from hf_paged_cache.blocks import NULL_BLOCK
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, with_keys_in_int8
 from hf_paged_cache.forward.left_padding import Padding
-from hf_paged_cache.forward.ownership import Weights
 from hf_paged_cache.forward.recurrent_state import HostParts
 from hf_paged_cache.forward.state import CacheState
+from hf_paged_cache.forward.weights import Weights
 from hf_paged_cache.host import architectures
 from hf_paged_cache.store.precision import Precision
 from hf_paged_cache.store.saved import (
