@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.config import (
     KV_CACHE_DTYPES,
     LAYER_DTYPES,
@@ -22,10 +24,9 @@ from hf_paged_cache.formats import DEFAULT_GROUP_SIZE, FORMATS
 from hf_paged_cache.host import architectures, compat
 
 from .amounts import DTYPES, SHORT_DTYPES, as_bytes, as_dtype, shown
-from .forward import StoredShapes, shapes_of_config, stored_shapes
-from .limits import MOST, Limits
-from .plan import MemoryPlan
-from .pools import PoolSizes, pool_sizes
+from .format_sizes import MOST, FormatSizes
+from .memory_plan import MemoryPlan
+from .stored_shapes import StoredShapes, shapes_of_config, shapes_of_model
 
 
 def plan_memory(
@@ -90,26 +91,26 @@ def plan_memory(
             f"{config.model_type!r} is an encoder-decoder, whose cache also holds K and V of the source; "
             "plans are for decoders alone. Make the caches and ask their `memory_footprint()`"
         )
-    notes = []
     kept, is_guess = _dtype_of(config, model, dtype)
-    if is_guess:
-        notes.append("the config names no dtype: bfloat16 is taken for granted")
-    stored = shapes_of_config(config, kept) if model is None else stored_shapes(model, kept)
-    settings = {
+    stored = shapes_of_config(config, kept) if model is None else shapes_of_model(model, kept)
+    settings: dict[str, Any] = {
         "block_size": block_size,
         "group_size": group_size,
         "layer_dtypes": layer_dtypes,
         "residual_length": residual_length,
         "sink_tokens": sink_tokens,
     }
-    # The one that was asked for says what is wrong with a setting.
-    asked = PoolSizes(config, stored, {**settings, "kv_cache_dtype": kv_cache_dtype}, context)
-    sizes: dict[str, PoolSizes | str] = {
-        name: asked
-        if name == kv_cache_dtype
-        else pool_sizes(config, stored, {**settings, "kv_cache_dtype": name}, context)
-        for name in dict.fromkeys((*LAYER_DTYPES, kv_cache_dtype))
-    }
+    sizes: dict[str, FormatSizes] = {}
+    refused: dict[str, str] = {}
+    for name in dict.fromkeys((*LAYER_DTYPES, kv_cache_dtype)):
+        try:
+            own_config = copy.deepcopy(config)  # the caller's stays as it was
+            cache = PagedCache(own_config, max_tokens=1, kv_cache_dtype=name, **settings)
+            sizes[name] = FormatSizes(cache, stored, context)
+        except PagedCacheError as error:
+            if name == kv_cache_dtype:
+                raise
+            refused[name] = str(error)
     weight_bytes = _weight_bytes(weights, config, model, stored, is_needed=memory_bytes is not None)
     budget = None if memory_bytes is None else memory_bytes - (weight_bytes or 0)
     max_positions = architectures.max_positions(config)
@@ -131,13 +132,13 @@ def plan_memory(
         max_positions=max_positions,
         memory_bytes=memory_bytes,
         weight_bytes=weight_bytes,
-        formats=tuple(
-            Limits(found, stored, block_size).plan(name, context, batch, budget)
-            for name, found in sizes.items()
-            if isinstance(found, PoolSizes)
+        formats=tuple(size.plan(context, batch, budget) for size in sizes.values()),
+        refused=refused,
+        notes=(
+            *(["the config names no dtype: bfloat16 is taken for granted"] if is_guess else []),
+            *_notes_on_format(kv_cache_dtype, context),
+            *_notes_on_model(config, stored),
         ),
-        refused={name: why for name, why in sizes.items() if isinstance(why, str)},
-        notes=(*notes, *_notes_on_format(kv_cache_dtype, context), *_notes(config, stored)),
     )
 
 
@@ -208,7 +209,7 @@ def _notes_on_format(kv_cache_dtype: str, context: int) -> list[str]:
     return found
 
 
-def _notes(config: PreTrainedConfig, stored: StoredShapes) -> list[str]:
+def _notes_on_model(config: PreTrainedConfig, stored: StoredShapes) -> list[str]:
     found = []
     if stored.own_tokens:
         found.append(f"the model puts {stored.own_tokens} tokens of its own into every row; they are counted")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .report import Errors
+from .step_errors import Errors
 
 _TINY = 1e-30
 

@@ -1,13 +1,19 @@
-"""What a plan says: plain data, and the ways to look at it."""
+"""Values of a plan, as text, HTML and JSON."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from . import table
+from hf_paged_cache.tools.columns import aligned
+
+from .amounts import shown
+
+_HEADER = ("format", "tier", "bytes/token", "a request", "the batch", "pools + states")
+_LIMITS = ("fits", "max context", "max batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +162,84 @@ class MemoryPlan:
 
     def verdict(self) -> str | None:
         """Whether it fits, and what would if it does not; None without a memory."""
-        return None if self.memory_bytes is None else table.verdict(self)
+        if self.memory_bytes is None:
+            return None
+        chosen, weights = self.chosen, self.weight_bytes or 0
+        left = self.memory_bytes - weights - chosen.cache_bytes
+        if left >= 0:
+            return (
+                f"{chosen.kv_cache_dtype} fits: {shown(left)} are left for activations and everything else."
+            )
+        asked = f"{self.context:,} tokens x {self.batch:,}"
+        missing = f"{chosen.kv_cache_dtype} does not fit: {asked} and the weights need {shown(-left)} more."
+        fitting = [plan.kv_cache_dtype for plan in self.formats if plan.fits]
+        if fitting:
+            return f"{missing} What fits: {', '.join(fitting)}."
+        if weights >= self.memory_bytes:
+            return f"Nothing fits: the weights take {shown(weights)} of {shown(self.memory_bytes)}."
+        return f"Nothing fits. {missing} What would: {'; '.join(_ways_out(self.formats, weights))}."
 
     def __str__(self) -> str:
-        return table.as_text(self)
+        verdict = self.verdict()
+        table = aligned(_table(self), left=2)
+        parts = [_summary(self), "", *table, *(["", verdict] if verdict else []), *_remarks(self)]
+        return "\n".join(parts)
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return table.as_html(self)
+        header, *lines = _table(self)
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
+        )
+        below = [line for line in (self.verdict(), *_remarks(self)) if line]
+        return (
+            f"<p>{escape(_summary(self)).replace(chr(10), '<br>')}</p>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f"<p>{'<br>'.join(map(escape, below))}</p>"
+        )
+
+
+def _summary(plan: MemoryPlan) -> str:
+    limit = "" if plan.max_positions is None else f" (made for {plan.max_positions:,})"
+    requests = f"{plan.batch:,} {'request' if plan.batch == 1 else 'requests'}"
+    line = f"{plan.model_type} in {plan.dtype}: {plan.context:,} tokens{limit} x {requests}, "
+    named = (("weights", plan.weight_bytes), ("memory", plan.memory_bytes))
+    sizes = ", ".join(f"{name} {shown(count)}" for name, count in named if count is not None)
+    return f"{line}blocks of {plan.block_size} tokens" + (f"\n{sizes}" if sizes else "")
+
+
+def _remarks(plan: MemoryPlan) -> list[str]:
+    return [
+        *(f"{name}: {why}" for name, why in plan.refused.items()),
+        *plan.notes,
+        f"PagedCache(model, kv_cache_dtype={plan.kv_cache_dtype!r}, max_tokens={plan.max_tokens})",
+    ]
+
+
+def _table(plan: MemoryPlan) -> list[tuple[str, ...]]:
+    """The header, and a line for every format."""
+    lines: list[tuple[str, ...]] = [_HEADER if plan.memory_bytes is None else (*_HEADER, *_LIMITS)]
+    for one in plan.formats:
+        mark = "*" if one.kv_cache_dtype == plan.kv_cache_dtype else ""
+        sizes = map(shown, (one.request_bytes, one.batch_bytes, one.cache_bytes))
+        line = (f"{one.kv_cache_dtype}{mark}", one.tier, f"{one.bytes_per_token:,}", *sizes)
+        context = "any" if one.max_context is None else f"{one.max_context:,}"
+        limits = ("yes" if one.fits else "no", context, f"{one.max_batch or 0:,}")
+        lines.append(line if plan.memory_bytes is None else (*line, *limits))
+    return lines
+
+
+def _ways_out(formats: tuple[FormatPlan, ...], weights: int) -> list[str]:
+    smallest = min(formats, key=lambda one: one.cache_bytes)
+    widest = max(formats, key=lambda one: one.max_batch or 0)
+    longest = max(formats, key=lambda one: one.max_context or 0)
+    needed = weights + smallest.cache_bytes
+    found = [f"a memory of {shown(needed)} ({needed:,} bytes) with {smallest.kv_cache_dtype}"]
+    if longest.max_context:
+        found.insert(0, f"a context of {longest.max_context:,} in {longest.kv_cache_dtype}")
+    if widest.max_batch:
+        found.insert(0, f"a batch of {widest.max_batch:,} in {widest.kv_cache_dtype}")
+    return found

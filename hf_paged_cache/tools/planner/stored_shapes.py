@@ -1,38 +1,36 @@
-"""What a model stores of a token, seen in a forward and not read from its config.
+"""Shapes and bytes that a model stores of a token, seen in a forward and not read from its config.
 
 Configs do not say it: latent attention stores one narrow head where its config has many wide ones, V may be
-narrower than K, and some layers share the K and V of others.
+narrower than K, and some layers share the K and V of others. Of a config a skeleton is made, a model on the
+meta device, where tensors have a shape and no content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+import transformers
+from torch.fx.experimental import _config as _meta_settings
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.host import architectures, compat
 
-from .skeleton import first_line, quiet, skeleton, without_content
-
 _REMEMBERED = 32
 _INSTEAD = "make the cache and ask its `memory_footprint()`"
+_SKELETON_DTYPE = torch.bfloat16
+"""Some kernels for experts take no other dtype on the meta device."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one layer stores of a token in one row.
-
-    Attributes:
-        kv_heads: Heads of K and V.
-        head_dim: Of K.
-        v_head_dim: Of V.
-        dtype: Of both.
-    """
+    """What one layer stores of a token in one row."""
 
     kv_heads: int
     head_dim: int
@@ -61,7 +59,7 @@ class StoredShapes:
     weights: int
 
 
-_seen: dict[tuple[type, str, torch.dtype], StoredShapes] = {}
+_known: dict[tuple[type, str, torch.dtype], StoredShapes] = {}
 
 
 def shapes_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> StoredShapes:
@@ -69,17 +67,17 @@ def shapes_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> StoredShap
 
     Raises:
         PagedCacheError: There is no such model, or it cannot be looked into.
-        UnsupportedLayerError: As in `stored_shapes`.
+        UnsupportedLayerError: As in `shapes_of_model`.
     """
     key = type(config), config.to_json_string(use_diff=False), dtype
-    if key not in _seen:
-        if len(_seen) >= _REMEMBERED:
-            _seen.clear()
-        _seen[key] = stored_shapes(skeleton(config), dtype)
-    return _seen[key]
+    if key not in _known:
+        if len(_known) >= _REMEMBERED:
+            _known.clear()
+        _known[key] = shapes_of_model(_skeleton(config), dtype)
+    return _known[key]
 
 
-def stored_shapes(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
+def shapes_of_model(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
     """Run a token or two through a model, and see what it stores.
 
     Args:
@@ -103,10 +101,10 @@ def stored_shapes(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
 
     cache = _feed(model, 1)
     _check_kinds(config, cache)
+    stored_tokens = _stored_tokens(config, cache)
     states = nbytes(_states(cache))
     grows = any(hasattr(layer, "indexer_keys") for layer in cache.layers)
     per_token = nbytes(_states(_feed(model, 2))) - states if grows else 0
-    stored_tokens = _stored_tokens(config, cache)
     return StoredShapes(
         layers={
             index: KVShape(k.shape[1], k.shape[3], v.shape[3], kept(k))
@@ -118,6 +116,9 @@ def stored_shapes(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
         weight_bytes=nbytes(parameters),
         weights=sum(x.numel() for x in parameters),
     )
+
+
+# --- a forward ----------------------------------------------------------------------------------------------
 
 
 class _Recorder(DynamicCache):
@@ -138,19 +139,20 @@ class _Recorder(DynamicCache):
 def _feed(model: Any, tokens: int) -> _Recorder:
     """A cache of the host after a forward of so many tokens."""
     device = next(model.parameters()).device
+    is_skeleton = device.type == "meta"
     try:
         try:
-            cache = _run(model, tokens, nullcontext())
+            cache = _run(model, device, tokens, nullcontext())
         except RuntimeError:
-            if device.type != "meta":
+            if not is_skeleton:
                 raise
             # Several times slower, so only for models that look into tensors.
-            cache = _run(model, tokens, without_content())
+            cache = _run(model, device, tokens, _without_content())
     except Exception as error:
-        way_out = " Pass the loaded model instead of its config" if device.type == "meta" else ""
+        way_out = " Pass the loaded model instead of its config" if is_skeleton else ""
         raise PagedCacheError(
             f"what a {model.config.model_type!r} model stores is seen in a forward on {device.type!r}, which "
-            f"failed: {first_line(error)}.{way_out}"
+            f"failed: {_first_line(error)}.{way_out}"
         ) from error
     devices = {x.device for x, _ in cache.written.values()}
     if len(devices) > 1:
@@ -161,11 +163,10 @@ def _feed(model: Any, tokens: int) -> _Recorder:
     return cache
 
 
-def _run(model: Any, tokens: int, mode: AbstractContextManager[None]) -> _Recorder:
-    device = next(model.parameters()).device
+def _run(model: Any, device: torch.device, tokens: int, mode: AbstractContextManager[None]) -> _Recorder:
     cache = _Recorder(model.config)
     ids = torch.ones(1, tokens, dtype=torch.long, device=device)
-    with torch.no_grad(), device, mode, quiet():
+    with torch.no_grad(), device, mode, _quiet():
         model(ids, **{compat.cache_argument(model): cache}, use_cache=True)
     return cache
 
@@ -208,3 +209,70 @@ def _states(cache: _Recorder) -> list[torch.Tensor]:
             found += getattr(layer, states, {}).values()
         found += [getattr(layer, name, None) for name in ("indexer_keys", "indexer_position_ids")]
     return [x for x in found if isinstance(x, torch.Tensor)]
+
+
+# --- a skeleton ---------------------------------------------------------------------------------------------
+
+
+def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
+    """A model of that config on the meta device."""
+    config = copy.deepcopy(config)
+    # Eager attention is what every model has; what is stored is the same with any other.
+    options: dict[str, Any] = {"dtype": _SKELETON_DTYPE, "attn_implementation": "eager"}
+    try:
+        with torch.device("meta"), _quiet():
+            model: torch.nn.Module = _factory(config)(config, **options)
+    except Exception as error:
+        raise PagedCacheError(
+            f"transformers {transformers.__version__} cannot make a {config.model_type!r} model of this "
+            f"config: {_first_line(error)}"
+        ) from error
+    return model
+
+
+def _factory(config: PreTrainedConfig) -> Any:
+    """What makes a model: the class that the config names, else the one with a head, else any."""
+    named: Any = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
+    if named is not None and isinstance(config, getattr(named, "config_class", None) or ()):
+        return named._from_config
+    has_head = type(config) in AutoModelForCausalLM._model_mapping
+    return (AutoModelForCausalLM if has_head else AutoModel).from_config
+
+
+@contextmanager
+def _without_content() -> Iterator[None]:
+    """Let code run on the meta device that looks into tensors."""
+    assume: Any = _meta_settings
+    answer: Any = _Answers
+    with answer(), assume.patch(meta_nonzero_assume_all_nonzero=True):
+        yield
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # __init_subclass__ of torch
+    """Answers what code asks of the content of tensors that have none.
+
+    Any answer will do: shapes of K and V do not depend on it.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return False if args[0].dtype is torch.bool else 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the host says of configs to itself: it is said again when the model is loaded."""
+    log: Any = transformers.logging
+    before = log.get_verbosity()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
