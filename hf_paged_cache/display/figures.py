@@ -18,16 +18,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def new_figure(width_inches: float, height_inches: float, *, instead: str) -> Figure:
-    """An empty figure that a notebook shows.
-
-    Args:
-        width_inches: Of the picture.
-        height_inches: Of the picture.
-        instead: What gives the same without a picture, for the message.
-
-    Raises:
-        PagedCacheError: matplotlib is not installed.
-    """
+    """An empty figure that a notebook shows. PagedCacheError without matplotlib names what to use instead."""
     try:
         import matplotlib  # noqa: F401  # here, so that nothing but its absence is told as that
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
@@ -34,15 +35,7 @@ _CELL = (
 
 
 def as_html(name: str, asked: str, num_layers: int, stats: CacheStats, footprint: MemoryFootprint) -> str:
-    """The HTML of a cache.
-
-    Args:
-        name: Of its class.
-        asked: Its `kv_cache_dtype`.
-        num_layers: Of the model, those without blocks included.
-        stats: Its counts.
-        footprint: Its bytes.
-    """
+    """The HTML of a cache, from the name of its class, its `kv_cache_dtype` and all layers of its model."""
     parts = [_head(name, asked, num_layers, stats)]
     if stats.groups:
         limit = max(_LEAST_CELLS, MOST_CELLS // len(stats.groups))
@@ -88,7 +81,11 @@ def _map(group: GroupStats, limit: int) -> str:
         f"{_ranges('layer', group.layers)}, {kept}: {used:,} of {_count(group.num_blocks, 'block')} in use"
     )
     cells, rest = _cells(group, limit)
-    note = "" if not rest else _line(f"Not drawn: {_left_out(rest)}.")
+    note = ""
+    if rest:
+        counts = {kind: sum(run.num_blocks for run in rest if run.kind == kind) for kind in KINDS}
+        by_kind = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+        note = _line(f"Not drawn: the blocks from {rest[0].first:,} on ({by_kind}).")
     return f'{_line(title)}<div style="line-height:0">{"".join(cells)}</div>{note}'
 
 
@@ -115,12 +112,6 @@ def _cell(run: BlockRun, title: str, sign: str) -> str:
     what = f"{run.state.name.lower()}, held {run.holders} times" if is_shared else run.kind
     style = f"{_CELL}{_KINDS[run.kind][1]}"
     return f'<span title="{escape(f"{title}: {what}")}" style="{style}">{escape(sign)}</span>'
-
-
-def _left_out(rest: Sequence[BlockRun]) -> str:
-    counts = {kind: sum(run.num_blocks for run in rest if run.kind == kind) for kind in KINDS}
-    by_kind = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-    return f"the blocks from {rest[0].first:,} on ({by_kind})"
 
 
 def _legend(stats: CacheStats) -> str:
@@ -156,14 +147,14 @@ def _bytes(stats: CacheStats, footprint: MemoryFootprint) -> str:
 
 
 def _formats(stats: CacheStats) -> str:
-    layers: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = defaultdict(list)
     for index, name in stats.layer_dtypes.items():
-        layers.setdefault(name, []).append(index)
+        layers[name].append(index)
     stored = [f"{_ranges('layer', found)}: {_dtype(name)}" for name, found in sorted(layers.items())]
-    moves: dict[tuple[str, str], list[int]] = {}
+    moves: dict[str, list[int]] = defaultdict(list)
     for index, name in stats.moved_layers.items():
-        moves.setdefault((name, stats.layer_dtypes[index]), []).append(index)
-    guarded = [f"{_ranges('layer', found)} from {a} to {b}" for (a, b), found in moves.items()]
+        moves[f"from {name} to {stats.layer_dtypes[index]}"].append(index)
+    guarded = [f"{_ranges('layer', found)} {move}" for move, found in moves.items()]
     return _line(f"Stored: {'; '.join(stored) or 'no layer has K and V in blocks'}.") + (
         _line(f"Moved by the guard: {'; '.join(guarded)}.") if guarded else ""
     )

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
-    """Lines with two spaces between columns.
-
-    Args:
-        rows: Cells, as many in every row.
-        left: How many columns begin at the left; the others end at the right.
-    """
+    """Lines with two spaces between columns, so many of them set to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_paged_cache import __version__
+import hf_paged_cache
 from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES
 from hf_paged_cache.errors import PagedCacheError
@@ -29,17 +29,8 @@ from hf_paged_cache.store.device.memory import free_memory_bytes
 from .columns import aligned
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
-_VARIABLES = (
-    "HF_PAGED_CACHE_BACKEND",
-    "HF_PAGED_CACHE_CPU_ISA",
-    "HF_PAGED_CACHE_CXXFLAGS",
-    "HF_PAGED_CACHE_DIR",
-    "XDG_CACHE_HOME",
-    "CXX",
-    "OMP_NUM_THREADS",
-    "TRITON_INTERPRET",
-    "CUDA_VISIBLE_DEVICES",
-)
+_VARIABLES = ("XDG_CACHE_HOME", "CXX", "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+"""What changes what runs, beside variables of the package."""
 _BATCH, _KV_HEADS, _GROUP, _BLOCK, _DIM, _BLOCKS = 2, 2, 2, 16, 64, 2
 _DECODE_TOLERANCE = 2e-3
 """RMS ratio between two answers in float32 from the same bytes; GPUs may multiply with fewer bits."""
@@ -49,13 +40,7 @@ _WRITE_TOLERANCE = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was tried.
-
-    Attributes:
-        name: What.
-        is_ok: Whether it went well.
-        detail: How, or what went wrong.
-    """
+    """One thing that was tried, and how it went."""
 
     name: str
     is_ok: bool
@@ -134,13 +119,19 @@ def examine(device: str | torch.device | None = None) -> Report:
             "point HF_PAGED_CACHE_DIR to a folder of this user"
         )
     start_s = time.perf_counter()
-    checks = _checks(where)
+    try:
+        dispatch.backend_name(_blocks_of("auto", where))
+        checks = [*kernel_checks(where), _check_generation(where)]
+    except (PagedCacheError, RuntimeError) as error:  # it would be the same for every kernel
+        checks = [Check("kernels", False, str(error))]
     seconds = time.perf_counter() - start_s
     problems += [f"self-test {check.name}: {check.detail}" for check in checks if not check.is_ok]
+    variables = [*(name for name in sorted(os.environ) if name.startswith("HF_PAGED_CACHE_")), *_VARIABLES]
+    own = {"hf_paged_cache": hf_paged_cache.__version__, "python": platform.python_version()}
     return Report(
-        versions=_versions(),
+        versions={**own, **{name: _version_of(name) for name in _PACKAGES}},
         machine=machine,
-        environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        environment={name: os.environ[name] for name in variables if name in os.environ},
         backends=backends,
         compiler=_compiler(),
         cache_folder=folder,
@@ -153,18 +144,13 @@ def examine(device: str | torch.device | None = None) -> Report:
 # --- what there is ------------------------------------------------------------------------------------------
 
 
-def _versions() -> dict[str, str | None]:
-    """Package -> version, None if it is not installed."""
-    found: dict[str, str | None] = {"hf_paged_cache": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            # torch for ROCm or XPU has its Triton under another name.
-            packages = importlib.metadata.packages_distributions().get(name, ())
-            versions = (f"{importlib.metadata.version(package)} ({package})" for package in packages)
-            found[name] = next(versions, None)
-    return found
+def _version_of(module: str) -> str | None:
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        # torch for ROCm or XPU has its Triton under another name.
+        packages = importlib.metadata.packages_distributions().get(module, ())
+        return next((f"{importlib.metadata.version(package)} ({package})" for package in packages), None)
 
 
 def _describe(device: torch.device) -> dict[str, str]:
@@ -201,11 +187,9 @@ def _compiler() -> str:
 
 def _cache_folder() -> tuple[str, str | None]:
     """Where compiled kernels are kept, and why nothing is kept there (None if it is)."""
+    folder: Path | str = "none"
     try:
         folder = library_folder.cache_dir()
-    except OSError as error:
-        return "none", str(error)
-    try:
         with library_folder.LibraryFolder(folder) as opened:
             opened.check_writable()
     except OSError as error:
@@ -233,15 +217,6 @@ def _backends(device: torch.device) -> tuple[dict[str, str], list[str]]:
 
 
 # --- the self-test: against plain loops and the default cache -----------------------------------------------
-
-
-def _checks(device: torch.device) -> list[Check]:
-    # A refusal by name would be the same for every kernel.
-    try:
-        dispatch.backend_name(_blocks_of("auto", device))
-    except (PagedCacheError, RuntimeError) as error:
-        return [Check("kernels", False, str(error))]
-    return [*kernel_checks(device), _check_generation(device)]
 
 
 def kernel_checks(device: torch.device) -> Iterator[Check]:
@@ -301,16 +276,9 @@ def _rms_ratio(got: torch.Tensor, want: Any) -> float:
 def _check_generation(device: torch.device) -> Check:
     """Generate with a tiny random model, with this cache and with the default one."""
     try:
-        config = LlamaConfig(
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=97,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
+        sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
+        config = LlamaConfig(pad_token_id=0, eos_token_id=None, **sizes, **heads)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model: Any = LlamaForCausalLM(config)

@@ -7,9 +7,10 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -55,8 +56,8 @@ class Moment:
     used_bytes: int
     allocated_bytes: int
     used_blocks: int | None
-    process_bytes: int | None
-    elapsed_s: float
+    process_bytes: int | None = None
+    elapsed_s: float = 0.0
 
 
 class MemoryTimeline:
@@ -98,7 +99,6 @@ class MemoryTimeline:
         self._hook: Any = None
 
     def __enter__(self) -> Self:
-        """Begin anew."""
         if self._hook is not None:
             raise PagedCacheError("this timeline is recording already; make another MemoryTimeline(model)")
         self._moments, self._fed_tokens = [], 0
@@ -108,7 +108,6 @@ class MemoryTimeline:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop, and leave the model as it was."""
         self._hook.remove()
         self._hook = None
 
@@ -183,29 +182,23 @@ class MemoryTimeline:
         if torch.compiler.is_compiling():
             return
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
-        cache = _cache_of(arguments, output)
+        named = [(arguments.get(name), getattr(output, name, None)) for name in _CACHE_ARGUMENTS]
+        # Without one a forward makes its own, and returns it.
+        cache = next((each for pair in named for each in pair if isinstance(each, Cache)), None)
         if cache is None:
             return
         self._label = self._label or type(cache).__name__
-        self._fed_tokens += _tokens_of(arguments)
+        fed = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+        self._fed_tokens += next((int(x.shape[1]) for x in fed if isinstance(x, torch.Tensor)), 0)
         held = holdings_of(cache)
-        held = held._replace(tokens=held.tokens or self._fed_tokens)
-        elapsed_s = time.perf_counter() - self._start_s
-        self._moments.append(Moment(*held, _process_bytes(self._device), elapsed_s))
-
-
-def _cache_of(arguments: dict[str, Any], output: Any) -> Cache | None:
-    """The cache that a forward was given, else the one that it made and returned."""
-    for name in _CACHE_ARGUMENTS:
-        for value in (arguments.get(name), getattr(output, name, None)):
-            if isinstance(value, Cache):
-                return value
-    return None
-
-
-def _tokens_of(arguments: dict[str, Any]) -> int:
-    tensors = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
-    return next((int(x.shape[1]) for x in tensors if isinstance(x, torch.Tensor)), 0)
+        self._moments.append(
+            replace(
+                held,
+                tokens=held.tokens or self._fed_tokens,
+                process_bytes=_process_bytes(self._device),
+                elapsed_s=time.perf_counter() - self._start_s,
+            )
+        )
 
 
 def _process_bytes(device: torch.device) -> int | None:
@@ -219,27 +212,18 @@ def _process_bytes(device: torch.device) -> int | None:
 # --- what a cache holds: only looked at, nothing is settled, and no device is waited for on purpose ---------
 
 
-class Holdings(NamedTuple):
-    """What a cache holds, as the first fields of `Moment`."""
-
-    tokens: int
-    used_bytes: int
-    allocated_bytes: int
-    used_blocks: int | None
-
-
-def holdings_of(cache: Cache) -> Holdings:
+def holdings_of(cache: Cache) -> Moment:
     """What a cache holds; of a pair for an encoder-decoder both, with the tokens of the decoder."""
     if isinstance(cache, EncoderDecoderCache):
         decoder, cross = map(holdings_of, (cache.self_attention_cache, cache.cross_attention_cache))
         blocks = [part.used_blocks for part in (decoder, cross) if part.used_blocks is not None]
         used_bytes = decoder.used_bytes + cross.used_bytes
         allocated_bytes = decoder.allocated_bytes + cross.allocated_bytes
-        return Holdings(decoder.tokens, used_bytes, allocated_bytes, sum(blocks) if blocks else None)
+        return Moment(decoder.tokens, used_bytes, allocated_bytes, sum(blocks) if blocks else None)
     if not isinstance(cache, PagedCache):
         return _holdings_of_stock(cache)
     groups, outside = cache._state.groups, cache._hosts.nbytes
-    return Holdings(
+    return Moment(
         cache._num_tokens,
         sum(group.used_bytes for group in groups) + outside,
         sum(group.pool_bytes for group in groups) + outside,
@@ -247,7 +231,7 @@ def holdings_of(cache: Cache) -> Holdings:
     )
 
 
-def _holdings_of_stock(cache: Cache) -> Holdings:
+def _holdings_of_stock(cache: Cache) -> Moment:
     """Of a cache of the host, whose tensors may have room for more tokens than they hold."""
     tokens = used = 0
     storages: dict[tuple[torch.device, int], int] = {}
@@ -263,7 +247,7 @@ def _holdings_of_stock(cache: Cache) -> Holdings:
                 storages[tensor.device, storage.data_ptr()] = storage.nbytes()
                 length = tensor.shape[-2] if name in ("keys", "values") and tensor.dim() > 2 else 0
                 used += tensor.nbytes * min(filled, length) // length if length else tensor.nbytes
-    return Holdings(tokens, used, sum(storages.values()), None)
+    return Moment(tokens, used, sum(storages.values()), None)
 
 
 # --- the picture --------------------------------------------------------------------------------------------
@@ -281,10 +265,12 @@ def _drawn(timelines: Sequence[MemoryTimeline]) -> Figure:
         panels.append(("blocks", "blocks in use", lambda _, moment: moment.used_blocks))
     figure = new_figure(_PANEL_INCHES * len(panels), _HEIGHT_INCHES, instead="`timeline.to_dict()`")
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, label, value_of) in zip(all_axes, panels, strict=True):
-        axes.set(xlabel="tokens in each row of the cache", ylabel=label, title=title)
-        for index, timeline in enumerate(timelines):
-            _draw_line(axes, timeline, value_of, index, with_room=axes is all_axes[0])
+    for axes, (title, quantity, value_of) in zip(all_axes, panels, strict=True):
+        axes.set(xlabel="tokens in each row of the cache", ylabel=quantity, title=title)
+        for timeline, style in zip(timelines, cycle(_STYLES), strict=False):
+            label = _with_room(timeline) if axes is all_axes[0] else timeline.label
+            values = [(moment.tokens, value_of(timeline, moment)) for moment in timeline.rows]
+            _draw_line(axes, [point for point in values if point[1] is not None], label, *style)
         _finish(axes)
         axes.yaxis.get_major_locator().set_params(integer=title == "blocks")
     return figure
@@ -296,33 +282,16 @@ def _grown_mib(timeline: MemoryTimeline, moment: Moment) -> float | None:
     return (moment.process_bytes - (timeline.start_process_bytes or 0)) / 2**20
 
 
-def _draw_line(
-    axes: Any,
-    timeline: MemoryTimeline,
-    value_of: Callable[[MemoryTimeline, Moment], float | None],
-    index: int,
-    *,
-    with_room: bool,
-) -> None:
-    values = [(moment.tokens, value_of(timeline, moment)) for moment in timeline.rows]
-    points = [point for point in values if point[1] is not None]
-    if not points:
-        return
-    label = timeline.label
-    if with_room:
-        unit, size = byte_unit(timeline.rows[-1].allocated_bytes)
-        label += f"\n({timeline.rows[-1].allocated_bytes / size:,.1f} {unit} set aside)"
-    style, marker, colour = _STYLES[index % len(_STYLES)]
-    every = max(1, len(points) // _MOST_MARKERS)
-    axes.plot(
-        *zip(*points, strict=True),
-        style,
-        color=colour,
-        marker=marker,
-        markersize=5,
-        markevery=every,
-        label=label,
-    )
+def _with_room(timeline: MemoryTimeline) -> str:
+    unit, size = byte_unit(timeline.rows[-1].allocated_bytes)
+    return f"{timeline.label}\n({timeline.rows[-1].allocated_bytes / size:,.1f} {unit} set aside)"
+
+
+def _draw_line(axes: Any, points: Sequence[Any], label: str, style: str, marker: str, colour: str) -> None:
+    if points:
+        every = max(1, len(points) // _MOST_MARKERS)
+        look = {"color": colour, "marker": marker, "markersize": 5, "markevery": every}
+        axes.plot(*zip(*points, strict=True), style, **look, label=label)
 
 
 def _finish(axes: Any) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_paged_cache.store.capacity import Capacity
-from hf_paged_cache.store.pool import PoolShape
 
 from .memory_plan import FormatPlan
 from .stored_shapes import StoredShapes
@@ -30,50 +29,38 @@ _LONG_PROMPT_TOKENS = 1 << 31
 
 
 class FormatSizes:
-    """Sizes of pools and states in the format of a cache.
+    """Sizes of pools and states in the format of a cache, an empty one with the settings that are planned.
 
-    Args:
-        cache: An empty one with the settings that are planned, but for `max_tokens`. It is opened.
-        stored: What the model stores of a token.
-        context: Tokens of a row, prompt included, which the format `adaptive` goes by.
-
-    Raises:
-        PagedCacheError: The format cannot store these heads.
+    It is opened here, for rows of `context` tokens, which the format `adaptive` goes by. PagedCacheError if
+    the format cannot store the heads.
     """
 
     def __init__(self, cache: PagedCache, stored: StoredShapes, context: int) -> None:
         state = cache._state
         self._config, self._stored = state.config, stored
-        tokens, meta = min(context, _LONG_PROMPT_TOKENS), torch.device("meta")
+        tokens = min(context, _LONG_PROMPT_TOKENS)
         for index, shape in stored.layers.items():
             keys, values = (
-                torch.empty(1, shape.kv_heads, tokens, dim, dtype=shape.dtype, device=meta)
+                torch.empty(1, shape.kv_heads, tokens, dim, dtype=shape.dtype, device=shape.device)
                 for dim in (shape.head_dim, shape.v_head_dim)
             )
-            if not state.groups:
-                self._shape = PoolShape.of(keys, values)
             state.claim(index, keys, values)
         self._precision = state.layer_groups.precision
         self._specs = {index: spec for group in state.groups for index, spec in group.specs.items()}
-        # By window. Layers with a short one have smaller blocks.
-        self._block_bytes = {
-            group.window: sum(pool.bytes_per_block for pool in group.pools) for group in state.groups
-        }
-        self._block_sizes = {group.window: group.block_size for group in state.groups}
+        self._block_bytes = {g.window: sum(pool.bytes_per_block for pool in g.pools) for g in state.groups}
+        # Layers with a short window have smaller blocks.
+        sizes = {group.window: state.config.block_size // group.block_size for group in state.groups}
+        self._whole_block_bytes = sum(sizes[window] * count for window, count in self._block_bytes.items())
         self._row_bytes = sum(pool.slot_bytes for group in state.groups for pool in group.pools)
 
     def plan(self, context: int, batch: int, budget_bytes: int | None) -> FormatPlan:
         """The numbers of the format; the budget is what weights leave of the memory."""
         request, needed = self._cache_bytes(1, context), self._cache_bytes(batch, context)
-        whole = self._config.block_size
-        in_all_layers = sum(
-            nbytes * (whole // self._block_sizes[window]) for window, nbytes in self._block_bytes.items()
-        )
         growth = self._per_token(self._block_bytes.get(None, 0))
         return FormatPlan(
             kv_cache_dtype=self._config.kv_cache_dtype,
             tier=_TIER,
-            bytes_per_token=self._per_token(in_all_layers),
+            bytes_per_token=self._per_token(self._whole_block_bytes),
             growth_bytes_per_token=growth,
             request_bytes=request,
             batch_bytes=batch * request,
@@ -93,8 +80,9 @@ class FormatSizes:
             return 0
         tokens = context + self._stored.own_tokens
         config = replace(self._config, max_tokens=batch * tokens)
+        shape = next(iter(self._stored.layers.values()))
         wanted = Capacity(config, self._specs, None).wanted_blocks(
-            batch, tokens, self._shape, self._precision, keep_history=False, is_static=False
+            batch, tokens, shape, self._precision, keep_history=False, is_static=False
         )
         blocks = sum(count * self._block_bytes[window] for window, count in wanted.items())
         return blocks + batch * self._row_bytes

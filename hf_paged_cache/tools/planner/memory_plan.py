@@ -6,11 +6,13 @@ import json
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hf_paged_cache.tools.columns import aligned
 
 from .amounts import shown
+
+T = TypeVar("T")
 
 _HEADER = ("format", "tier", "bytes/token", "a request", "the batch", "pools + states")
 _LIMITS = ("fits", "max context", "max batch")
@@ -56,11 +58,25 @@ class FormatPlan:
         return self.pool_bytes + self.state_bytes
 
 
+class _OfChosen(Generic[T]):
+    """A field of `FormatPlan`, of the format that was asked for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, plan: MemoryPlan, owner: type) -> T:
+        found: T = getattr(plan.chosen, self._name)
+        return found
+
+
 @dataclass(frozen=True, repr=False)
 class MemoryPlan:
     """What a cache of a model takes, by format, and what fits. Prints as a table, in a notebook too.
 
     Not counted: activations, working memory of kernels, block tables, and what the framework takes itself.
+
+    What `FormatPlan` says of a format is here too, of the format that was asked for: `bytes_per_token`,
+    `request_bytes`, `batch_bytes`, `pool_bytes`, `state_bytes`, `fits`, `max_context`, `max_batch`.
 
     Attributes:
         model_type: The model's kind, as its config calls it.
@@ -92,6 +108,15 @@ class MemoryPlan:
     refused: dict[str, str]
     notes: tuple[str, ...] = ()
 
+    bytes_per_token = _OfChosen[int]()
+    request_bytes = _OfChosen[int]()
+    batch_bytes = _OfChosen[int]()
+    pool_bytes = _OfChosen[int]()
+    state_bytes = _OfChosen[int]()
+    fits = _OfChosen[bool | None]()
+    max_context = _OfChosen[int | None]()
+    max_batch = _OfChosen[int | None]()
+
     def of(self, kv_cache_dtype: str) -> FormatPlan:
         """The numbers of one format.
 
@@ -107,46 +132,6 @@ class MemoryPlan:
     def chosen(self) -> FormatPlan:
         """The numbers of the format that was asked for."""
         return self.of(self.kv_cache_dtype)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of the format that was asked for, see `FormatPlan`."""
-        return self.chosen.bytes_per_token
-
-    @property
-    def request_bytes(self) -> int:
-        """Of the format that was asked for, see `FormatPlan`."""
-        return self.chosen.request_bytes
-
-    @property
-    def batch_bytes(self) -> int:
-        """Of the format that was asked for, see `FormatPlan`."""
-        return self.chosen.batch_bytes
-
-    @property
-    def pool_bytes(self) -> int:
-        """Of the format that was asked for, see `FormatPlan`."""
-        return self.chosen.pool_bytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Of the format that was asked for, see `FormatPlan`."""
-        return self.chosen.state_bytes
-
-    @property
-    def fits(self) -> bool | None:
-        """Of the format that was asked for, see `FormatPlan`."""
-        return self.chosen.fits
-
-    @property
-    def max_context(self) -> int | None:
-        """Of the format that was asked for, see `FormatPlan`."""
-        return self.chosen.max_context
-
-    @property
-    def max_batch(self) -> int | None:
-        """Of the format that was asked for, see `FormatPlan`."""
-        return self.chosen.max_batch
 
     def to_dict(self) -> dict[str, Any]:
         """As dicts, lists, numbers and strings."""
@@ -164,14 +149,12 @@ class MemoryPlan:
         """Whether it fits, and what would if it does not; None without a memory."""
         if self.memory_bytes is None:
             return None
-        chosen, weights = self.chosen, self.weight_bytes or 0
-        left = self.memory_bytes - weights - chosen.cache_bytes
+        name, weights = self.kv_cache_dtype, self.weight_bytes or 0
+        left = self.memory_bytes - weights - self.chosen.cache_bytes
         if left >= 0:
-            return (
-                f"{chosen.kv_cache_dtype} fits: {shown(left)} are left for activations and everything else."
-            )
+            return f"{name} fits: {shown(left)} are left for activations and everything else."
         asked = f"{self.context:,} tokens x {self.batch:,}"
-        missing = f"{chosen.kv_cache_dtype} does not fit: {asked} and the weights need {shown(-left)} more."
+        missing = f"{name} does not fit: {asked} and the weights need {shown(-left)} more."
         fitting = [plan.kv_cache_dtype for plan in self.formats if plan.fits]
         if fitting:
             return f"{missing} What fits: {', '.join(fitting)}."
@@ -181,9 +164,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         verdict = self.verdict()
-        table = aligned(_table(self), left=2)
-        parts = [_summary(self), "", *table, *(["", verdict] if verdict else []), *_remarks(self)]
-        return "\n".join(parts)
+        below = [*([] if verdict is None else ["", verdict]), *_remarks(self)]
+        return "\n".join([*_summary(self), "", *aligned(_table(self), left=2), *below])
 
     def __repr__(self) -> str:
         return str(self)
@@ -191,24 +173,22 @@ class MemoryPlan:
     def _repr_html_(self) -> str:
         header, *lines = _table(self)
         head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
-        )
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
         below = [line for line in (self.verdict(), *_remarks(self)) if line]
         return (
-            f"<p>{escape(_summary(self)).replace(chr(10), '<br>')}</p>"
+            f"<p>{'<br>'.join(map(escape, _summary(self)))}</p>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
             f"<p>{'<br>'.join(map(escape, below))}</p>"
         )
 
 
-def _summary(plan: MemoryPlan) -> str:
+def _summary(plan: MemoryPlan) -> list[str]:
     limit = "" if plan.max_positions is None else f" (made for {plan.max_positions:,})"
     requests = f"{plan.batch:,} {'request' if plan.batch == 1 else 'requests'}"
-    line = f"{plan.model_type} in {plan.dtype}: {plan.context:,} tokens{limit} x {requests}, "
-    named = (("weights", plan.weight_bytes), ("memory", plan.memory_bytes))
-    sizes = ", ".join(f"{name} {shown(count)}" for name, count in named if count is not None)
-    return f"{line}blocks of {plan.block_size} tokens" + (f"\n{sizes}" if sizes else "")
+    what = f"{plan.model_type} in {plan.dtype}: {plan.context:,} tokens{limit} x {requests}"
+    sizes = (("weights", plan.weight_bytes), ("memory", plan.memory_bytes))
+    known = ", ".join(f"{name} {shown(count)}" for name, count in sizes if count is not None)
+    return [f"{what}, blocks of {plan.block_size} tokens", *([known] if known else [])]
 
 
 def _remarks(plan: MemoryPlan) -> list[str]:
@@ -237,9 +217,12 @@ def _ways_out(formats: tuple[FormatPlan, ...], weights: int) -> list[str]:
     widest = max(formats, key=lambda one: one.max_batch or 0)
     longest = max(formats, key=lambda one: one.max_context or 0)
     needed = weights + smallest.cache_bytes
-    found = [f"a memory of {shown(needed)} ({needed:,} bytes) with {smallest.kv_cache_dtype}"]
-    if longest.max_context:
-        found.insert(0, f"a context of {longest.max_context:,} in {longest.kv_cache_dtype}")
-    if widest.max_batch:
-        found.insert(0, f"a batch of {widest.max_batch:,} in {widest.kv_cache_dtype}")
-    return found
+    return [
+        *([f"a batch of {widest.max_batch:,} in {widest.kv_cache_dtype}"] if widest.max_batch else []),
+        *(
+            [f"a context of {longest.max_context:,} in {longest.kv_cache_dtype}"]
+            if longest.max_context
+            else []
+        ),
+        f"a memory of {shown(needed)} ({needed:,} bytes) with {smallest.kv_cache_dtype}",
+    ]

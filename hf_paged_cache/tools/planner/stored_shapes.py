@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrain
 
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.host import architectures, compat
+from hf_paged_cache.store.pool import PoolShape
 
 _REMEMBERED = 32
 _INSTEAD = "make the cache and ask its `memory_footprint()`"
@@ -29,21 +30,11 @@ _SKELETON_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class KVShape:
-    """What one layer stores of a token in one row."""
-
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class StoredShapes:
     """What a cache holds of a model.
 
     Attributes:
-        layers: Layer index -> what it stores of a token, in the order in which a forward writes.
+        layers: Layer index -> heads, dims and dtype of K and V, in the order in which a forward writes.
         state_bytes: Of one row, whatever its length: states of linear attention and convolutions.
         state_token_bytes: Of one row and token, outside the blocks: keys of indexers.
         own_tokens: Tokens that the model puts into every row beside those it is given.
@@ -51,7 +42,7 @@ class StoredShapes:
         weights: Number of the model's parameters.
     """
 
-    layers: dict[int, KVShape]
+    layers: dict[int, PoolShape]
     state_bytes: int
     state_token_bytes: int
     own_tokens: int
@@ -63,12 +54,7 @@ _known: dict[tuple[type, str, torch.dtype], StoredShapes] = {}
 
 
 def shapes_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> StoredShapes:
-    """What a model of that config and dtype stores; remembered, since a forward takes a second or more.
-
-    Raises:
-        PagedCacheError: There is no such model, or it cannot be looked into.
-        UnsupportedLayerError: As in `shapes_of_model`.
-    """
+    """What a model of that config and dtype stores; remembered, since a forward takes a second or more."""
     key = type(config), config.to_json_string(use_diff=False), dtype
     if key not in _known:
         if len(_known) >= _REMEMBERED:
@@ -101,13 +87,13 @@ def shapes_of_model(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
 
     cache = _feed(model, 1)
     _check_kinds(config, cache)
-    stored_tokens = _stored_tokens(config, cache)
+    stored_tokens = next((keys.shape[2] for keys, _ in cache.written.values()), 1)  # of the one that was fed
     states = nbytes(_states(cache))
     grows = any(hasattr(layer, "indexer_keys") for layer in cache.layers)
     per_token = nbytes(_states(_feed(model, 2))) - states if grows else 0
     return StoredShapes(
         layers={
-            index: KVShape(k.shape[1], k.shape[3], v.shape[3], kept(k))
+            index: PoolShape(k.shape[1], k.shape[3], v.shape[3], kept(k), torch.device("meta"))
             for index, (k, v) in cache.written.items()
         },
         state_bytes=states - per_token * stored_tokens,
@@ -171,19 +157,8 @@ def _run(model: Any, device: torch.device, tokens: int, mode: AbstractContextMan
     return cache
 
 
-def _stored_tokens(config: PreTrainedConfig, cache: _Recorder) -> int:
-    """Tokens that a forward of one token stores."""
-    counts = {keys.shape[2] for keys, _ in cache.written.values()} or {1}
-    if len(counts) > 1:
-        raise PagedCacheError(
-            f"layers of this {config.model_type!r} model store unlike numbers of tokens, so a context does "
-            f"not say how much that is; {_INSTEAD}"
-        )
-    return counts.pop()
-
-
 def _check_kinds(config: PreTrainedConfig, cache: _Recorder) -> None:
-    """Raise if nothing was stored, or a layer outside blocks keeps anything but states and indexer keys."""
+    """Raise where nothing, or more than blocks, states and indexer keys can tell, was stored."""
     fixed, specs = architectures.fixed_layers(config), architectures.layer_specs(config)
     if not cache.written and any(spec.is_paged for spec, _ in specs):
         raise PagedCacheError(
@@ -198,6 +173,11 @@ def _check_kinds(config: PreTrainedConfig, cache: _Recorder) -> None:
                 f"layer {index} of this {config.model_type!r} model is of kind {spec.layer_type!r}, kept by "
                 f"a class of transformers, and its bytes cannot be planned; {_INSTEAD}"
             )
+    if len({keys.shape[2] for keys, _ in cache.written.values()}) > 1:
+        raise PagedCacheError(
+            f"layers of this {config.model_type!r} model store unlike numbers of tokens, so a context does "
+            f"not say how much that is; {_INSTEAD}"
+        )
 
 
 def _states(cache: _Recorder) -> list[torch.Tensor]:
@@ -241,18 +221,13 @@ def _factory(config: PreTrainedConfig) -> Any:
 
 @contextmanager
 def _without_content() -> Iterator[None]:
-    """Let code run on the meta device that looks into tensors."""
-    assume: Any = _meta_settings
-    answer: Any = _Answers
-    with answer(), assume.patch(meta_nonzero_assume_all_nonzero=True):
+    answers, settings = cast("Any", _Answers), cast("Any", _meta_settings)
+    with answers(), settings.patch(meta_nonzero_assume_all_nonzero=True):
         yield
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # __init_subclass__ of torch
-    """Answers what code asks of the content of tensors that have none.
-
-    Any answer will do: shapes of K and V do not depend on it.
-    """
+    """Answers what code asks of content that is not there: any will do, as shapes do not depend on it."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

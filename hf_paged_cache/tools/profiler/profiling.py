@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -22,8 +23,7 @@ from hf_paged_cache.host import architectures, compat
 from hf_paged_cache.host.lazy_tensor import dense
 
 from .cache_profile import CacheProfile
-from .measure import HeadSums, errors_of, kl_divergence, top1_agreement
-from .step_errors import LayerErrors, StepErrors
+from .step_errors import HeadSums, LayerErrors, StepErrors, errors_of, kl_divergence, top1_agreement
 
 _ALSO_FULL = ("block_size", "max_tokens", "max_cache_len", "gpu_memory_utilization")
 """Arguments that the full-precision cache takes, too; the others say how K and V are stored."""
@@ -176,8 +176,8 @@ class _Pair:
         own = PagedCache(model, **arguments) if with_layers else None
         self.full = _FullCache(model, own, **{key: arguments[key] for key in _ALSO_FULL if key in arguments})
         # By layer. Own: full precision's queries over what `full.own` has stored.
-        self._attention: dict[int, HeadSums] = {}
-        self._own_attention: dict[int, HeadSums] = {}
+        self._attention: dict[int, HeadSums] = defaultdict(HeadSums)
+        self._own_attention: dict[int, HeadSums] = defaultdict(HeadSums)
         self._outputs: dict[int, torch.Tensor] = {}
 
     def feed(self, tokens: torch.Tensor, *, is_prompt: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,10 +203,8 @@ class _Pair:
                 for got in (self.cache.layers[layer], self.full.own.layers[layer])  # type: ignore[union-attr]
                 for side in ("keys", "values")
             )
-            own_attention = self._own_attention[layer].errors()
-            found.append(
-                LayerErrors(layer, keys, values, attention.errors(), own_keys, own_values, own_attention)
-            )
+            sums = attention.errors(), self._own_attention[layer].errors()
+            found.append(LayerErrors(layer, keys, values, sums[0], own_keys, own_values, sums[1]))
         self._attention.clear()
         self._own_attention.clear()
         return tuple(found)
@@ -214,13 +212,11 @@ class _Pair:
     def _forward(
         self, tokens: torch.Tensor, cache: PagedCache, observer: Callable[..., None] | None
     ) -> torch.Tensor:
-        accepted = inspect.signature(type(self._model).forward).parameters
-        options: dict[str, Any] = {compat.cache_argument(self._model): cache}
-        if "logits_to_keep" in accepted:
+        options: dict[str, Any] = {compat.cache_argument(self._model): cache, "use_cache": True}
+        if "logits_to_keep" in inspect.signature(type(self._model).forward).parameters:
             options["logits_to_keep"] = 1
-        watching: AbstractContextManager[None] = observe(observer) if observer else nullcontext()
-        with watching:
-            output = self._model(input_ids=tokens, use_cache=True, **options)
+        with observe(observer) if observer else nullcontext():
+            output = self._model(input_ids=tokens, **options)
         logits: torch.Tensor | None = getattr(output, "logits", None)
         if logits is None or logits.dim() != 3:
             raise PagedCacheError(
@@ -230,18 +226,15 @@ class _Pair:
         return logits[:, -1]
 
     def _see_full(self, call: AttentionCall, output: torch.Tensor) -> None:
-        layer = _layer_of(call, self.full)
-        if layer is None:
-            return
-        self._outputs[id(call.module)] = output
-        own = call.over(*self.full.own_views[layer])
-        self._own_attention.setdefault(layer, HeadSums()).add(own.transpose(1, 2), output.transpose(1, 2))
+        if (layer := _layer_of(call, self.full)) is not None:
+            self._outputs[id(call.module)] = output
+            own = call.over(*self.full.own_views[layer])
+            self._own_attention[layer].add(own.transpose(1, 2), output.transpose(1, 2))
 
     def _see_format(self, call: AttentionCall, output: torch.Tensor) -> None:
-        layer = _layer_of(call, self.cache)
-        if layer is not None:
+        if (layer := _layer_of(call, self.cache)) is not None:
             want = self._outputs[id(call.module)]
-            self._attention.setdefault(layer, HeadSums()).add(output.transpose(1, 2), want.transpose(1, 2))
+            self._attention[layer].add(output.transpose(1, 2), want.transpose(1, 2))
 
     def _check_seen(self) -> None:
         unseen = sorted(set(bytes_per_token(self.cache)) - set(self._attention))
@@ -266,10 +259,8 @@ def bytes_per_token(cache: PagedCache) -> dict[int, float]:
     found = {}
     for layer, blocks in sorted(cache._state.blocks.items()):
         heads, block_size, head_dim = blocks.keys.shape[1:]
-        if blocks.form is not None:
-            found[layer] = heads * blocks.form.nbytes / block_size
-        else:
-            found[layer] = float(heads * (head_dim + blocks.values.shape[3]) * blocks.keys.dtype.itemsize)
+        plain = float((head_dim + blocks.values.shape[3]) * blocks.keys.dtype.itemsize)
+        found[layer] = heads * (plain if blocks.form is None else blocks.form.nbytes / block_size)
     return found
 
 
@@ -281,10 +272,9 @@ def _each_once(messages: set[str]) -> Iterator[None]:
     """Let every warning of this package pass once: several caches of one profile would say the same."""
 
     def is_new(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        is_known = message in messages
-        messages.add(message)
-        return not is_known
+        before = len(messages)
+        messages.add(record.getMessage())
+        return len(messages) > before
 
     logger = logging.getLogger("hf_paged_cache")
     logger.addFilter(is_new)
@@ -308,12 +298,9 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def _shown(steps: range, progress: bool) -> Iterable[int]:
     for module, name in (("tqdm.auto", "tqdm"), ("rich.progress", "track")) if progress else ():
-        try:
-            bar = getattr(import_module(module), name)
-        except ImportError:
-            continue
-        shown: Iterable[int] = bar(steps, "decode steps")
-        return shown
+        with suppress(ImportError):
+            shown: Iterable[int] = getattr(import_module(module), name)(steps, "decode steps")
+            return shown
     return steps
 
 
@@ -336,10 +323,12 @@ def _check_model(model: object) -> None:
 
 
 def _checked_steps(steps: object) -> tuple[int, ...]:
-    if isinstance(steps, list | tuple | range) and steps:
-        are_counts = all(isinstance(step, int) and not isinstance(step, bool) and step > 0 for step in steps)
-        if are_counts and len(set(steps)) == len(steps):
-            return tuple(sorted(steps))
+    if (
+        isinstance(steps, list | tuple | range)
+        and all(isinstance(step, int) and not isinstance(step, bool) and step > 0 for step in steps)
+        and 0 < len(set(steps)) == len(steps)
+    ):
+        return tuple(sorted(steps))
     raise PagedCacheError(
         f"steps must be different positive numbers of decode steps, got {steps!r}; the "
         "default is (10, 50, 100)"
@@ -347,17 +336,9 @@ def _checked_steps(steps: object) -> tuple[int, ...]:
 
 
 def _check_input(input_ids: torch.Tensor, steps: tuple[int, ...]) -> None:
-    if (
-        not isinstance(input_ids, torch.Tensor)
-        or input_ids.dim() != 2
-        or not input_ids.shape[0]
-        or input_ids.is_floating_point()
-    ):
-        got = (
-            f"{input_ids.dtype} {list(input_ids.shape)}"
-            if isinstance(input_ids, torch.Tensor)
-            else type(input_ids).__name__
-        )
+    is_tensor = isinstance(input_ids, torch.Tensor)
+    if not is_tensor or input_ids.dim() != 2 or not len(input_ids) or input_ids.is_floating_point():
+        got = f"{input_ids.dtype} {list(input_ids.shape)}" if is_tensor else type(input_ids).__name__
         raise PagedCacheError(f"input_ids must be token ids [batch, tokens], got {got}")
     tokens = input_ids.shape[1]
     if tokens <= steps[-1]:
