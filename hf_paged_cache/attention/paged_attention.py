@@ -191,7 +191,7 @@ def _compute(
     attention_mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if type(key) is PagedView and key.stored.state.batch == 1 != query.shape[0]:
+    if type(key) is PagedView and key.stored.state.rows.batch == 1 != query.shape[0]:
         # Cross-attention over the text of one row, which all beams share.
         key, value = (dense(side).expand(query.shape[0], -1, -1, -1) for side in (key, value))
     if type(key) is PagedView and type(value) is PagedView and key.stored is value.stored:
@@ -208,7 +208,7 @@ def _compute(
 def _fit(mask: torch.Tensor | None, stored: StoredKV) -> torch.Tensor | None:
     """The mask over the tokens of a view. Masks for static rows are as wide as a row can be."""
     if mask is not None and stored.state.is_static and mask.dim() == 4:
-        is_wide = mask.shape[3] == stored.state.row_capacity_tokens != stored.end - stored.start
+        is_wide = mask.shape[3] == stored.state.layer_groups.row_capacity_tokens != stored.end - stored.start
         mask = mask[..., stored.start : stored.end] if is_wide else mask
     return mask if type(mask) is LazyMask else dense(mask)
 

@@ -59,7 +59,7 @@ class StoredKV:
         fresh_values: torch.Tensor | None = None,
     ) -> None:
         self.state = state
-        self.group = group = state.group_of(layer_idx)
+        self.group = group = state.layer_groups.of(layer_idx)
         self.blocks = blocks
         self.layer_idx = layer_idx
         self.start = start
@@ -119,7 +119,7 @@ class StoredKV:
         """The lazy K and V that stand for this."""
         keys = self.blocks.keys
         _, heads, _, head_dim = keys.shape
-        batch, tokens, dtype, device = self.state.batch, self.end - self.start, keys.dtype, keys.device
+        batch, tokens, dtype, device = self.state.rows.batch, self.end - self.start, keys.dtype, keys.device
         return (
             PagedView(self, 0, (batch, heads, tokens, head_dim), dtype, device),
             PagedView(self, 1, (batch, heads, tokens, self.blocks.values.shape[3]), dtype, device),
@@ -131,7 +131,7 @@ class StoredKV:
         A gradient that arrives at tokens which earlier forwards stored ends there. That is right for tokens
         that were constants when they came, and would be a wrong answer for the others.
         """
-        first = self.state.gradients_from
+        first = self.state.rows.gradients_from
         if first is None or first >= self.history_end:
             return keys, values
         wanted = slice(max(first - self.start, 0), self.history_end - self.start)

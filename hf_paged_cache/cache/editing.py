@@ -121,7 +121,7 @@ class CacheTools:
     @property
     def input_ids(self) -> torch.Tensor:
         """Ids `[rows, tokens]` of the cached tokens, as far as they are known (from the first one on)."""
-        return self._settled("input_ids").history.ids
+        return self._settled("input_ids").rows.ids.known
 
     def commit(self, input_ids: torch.Tensor) -> None:
         """Tell the ids of the cached tokens, where forwards did not show them.
@@ -137,7 +137,7 @@ class CacheTools:
             PagedCacheError: There are too few, or forwards have shown others.
         """
         state = self._with_text("commit")
-        state.history.commit(self._checked(input_ids), state.step_end)
+        state.rows.ids.commit(self._checked(input_ids), state.rows.end)
 
     def truncate_to(self, input_ids: torch.Tensor) -> int:
         """Keep the longest beginning that the cached text shares with `input_ids`; forget the rest.
@@ -159,12 +159,12 @@ class CacheTools:
         input_ids = self._checked(input_ids)
         if not input_ids.shape[1]:
             raise PagedCacheError("truncate_to: input_ids has no tokens; `cache.reset()` forgets everything")
-        if state.step_end and not state.history.count:
+        if state.rows.end and not state.rows.ids.count:
             raise PagedCacheError(
                 "truncate_to: the ids of the cached tokens are not known; call `cache.commit(input_ids)` "
                 "after the forwards that fed them, or `cache.reset()`"
             )
-        kept = min(state.history.shared_prefix(input_ids), input_ids.shape[1] - 1)
+        kept = min(state.rows.ids.shared_prefix(input_ids), input_ids.shape[1] - 1)
         self._crop_to(kept)
         return kept
 
@@ -181,7 +181,7 @@ class CacheTools:
         """
         state = self._settled("drop")
         start, end = as_count("drop", "start", start), as_count("drop", "end", end)
-        length = state.step_end
+        length = state.rows.end
         if not 0 <= start <= end <= length:
             raise PagedCacheError(
                 f"drop({start}, {end}): expected 0 <= start <= end <= {length}, the tokens that are cached"
@@ -194,7 +194,7 @@ class CacheTools:
                 f"drop({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
                 "everything from there on; feed what comes after again"
             )
-        ids, padding, wanted = state.history.ids, state.padding, state.gradients_from
+        ids, padding, wanted = state.rows.ids.known, state.rows.padding, state.rows.gradients_from
         behind = [
             (index, *(side[:, :, end:].detach().clone() for side in (layer.keys, layer.values)))
             for index, layer in enumerate(self.layers)
@@ -207,9 +207,9 @@ class CacheTools:
         def make() -> None:
             state.replace_tail(start, behind, padding.drop(start, end))
             if wanted is not None:
-                state.gradients_from = min(wanted, max(start, wanted - (end - start)))
+                state.rows.gradients_from = min(wanted, max(start, wanted - (end - start)))
             if ids.shape[1] == length:
-                state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
+                state.rows.ids.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.rows.end)
 
         state.change(make)
 
@@ -224,15 +224,14 @@ class CacheTools:
         state = self._state
         state.take(None)
         state.pull()
-        self._hosts.settle()
-        if state.is_open and state.is_next_in_any_layer():
+        if state.is_open and state.rows.is_next_in_any_layer():
             raise PagedCacheError(f"{method}: a forward is in progress; call it when the model has returned")
         return state
 
     def _with_text(self, method: str) -> CacheState:
         """The state, where blocks say how many tokens are cached."""
         state = self._settled(method)
-        if not state.tokens:
+        if not state.rows.tokens:
             raise PagedCacheError(
                 f"{method}: no layer of this model keeps its tokens in blocks, so the cache does not know "
                 "its text; `cache.reset()` and feed the whole text"
@@ -242,7 +241,7 @@ class CacheTools:
     def _movable(self, method: str) -> CacheState:
         """The state, where blocks are not tied to rows."""
         state = self._settled(method)
-        if state.is_static or state.can_be_static:
+        if state.is_static or state.traits.can_be_static:
             raise PagedCacheError(
                 f"{method}: with compile=True every row owns its blocks; use `copy.deepcopy(cache)`, or make "
                 "the cache without compile=True"
@@ -251,7 +250,7 @@ class CacheTools:
 
     def _crop_to(self, tokens: int) -> None:
         """Keep so many tokens per row."""
-        count = self._state.step_end - tokens
+        count = self._state.rows.end - tokens
         if count:
             self.crop(-count)
 

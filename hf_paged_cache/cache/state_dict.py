@@ -49,19 +49,19 @@ Attributes = dict[str, Any]
 
 def as_state_dict(state: CacheState, hosts: HostParts) -> dict[str, Any]:
     """The contents of a cache, in tensors of their own."""
-    ids = state.history.ids
+    ids = state.rows.ids.known
     taken: dict[str, Any] = plain(
         SavedCache(
             version=VERSION,
             settings=SavedSettings(state.config.block_size, state.config.kv_cache_dtype),
-            batch=state.batch,
-            length=state.step_end,
-            tokens=dict(state.tokens),
-            record_past=state.record_past,
-            input_ids=ids if ids.shape[1] else ids.new_empty(state.batch, 0),
-            owner=state.owner.saved() if isinstance(state.owner, Weights) else state.owner,
-            padding=SavedPadding(**state.padding.state_dict()),
-            groups=[group.export(state.tokens) for group in state.groups] if state.batch else [],
+            batch=state.rows.batch,
+            length=state.rows.end,
+            tokens=dict(state.rows.tokens),
+            record_past=state.rows.record_past,
+            input_ids=ids if ids.shape[1] else ids.new_empty(state.rows.batch, 0),
+            owner=state.rows.owner.saved() if isinstance(state.rows.owner, Weights) else state.rows.owner,
+            padding=SavedPadding(**state.rows.padding.state_dict()),
+            groups=[group.export(state.rows.tokens) for group in state.groups] if state.rows.batch else [],
             hosts=[_copied(_plain_attributes(vars(part))) for part in hosts.parts],
         )
     )
@@ -101,7 +101,7 @@ def contents_of(state: CacheState, hosts: HostParts, state_dict: object) -> Cont
     saved = parse(SavedCache, dict(state_dict))
     _require_same("block_size", state.config.block_size, saved.settings.block_size)
     _require_same("kv_cache_dtype", state.config.kv_cache_dtype, saved.settings.kv_cache_dtype)
-    _require_same("layers", sorted(state.tokens), sorted(saved.tokens))
+    _require_same("layers", sorted(state.rows.tokens), sorted(saved.tokens))
     _require_same("other layers", len(hosts.parts), len(saved.hosts))
     _check_lengths(saved)
     _check_padding(saved)
@@ -123,7 +123,7 @@ def contents_of(state: CacheState, hosts: HostParts, state_dict: object) -> Cont
     _expect(saved.checksum == found, "state_dict", f"what its checksum {saved.checksum!r} is of", found)
     return Contents(
         saved,
-        tokens={index: saved.tokens[index] for index in state.tokens},
+        tokens={index: saved.tokens[index] for index in state.rows.tokens},
         padding=Padding.from_state_dict(plain(saved.padding)),
         parts=parts,
         first_tokens=first_tokens,
@@ -228,13 +228,13 @@ def _formats(state: CacheState, saved: SavedCache) -> tuple[int, dict[int, KVFor
     """How layers are stored, and the tokens of a prompt for which that is chosen."""
     found = {index: layer.format for group in saved.groups for index, layer in group.layers.items()}
     for tokens in (1, state.config.adaptive_threshold + 1):  # what `adaptive` chooses by
-        formats = Precision.of(state.config, state.tokens, tokens).formats
+        formats = Precision.of(state.config, state.rows.tokens, tokens).formats
         stored = {i: _stored_format(formats[i], name) for i, name in found.items() if i in formats}
         if None not in stored.values() and len(stored) == len(found):
             return tokens, formats | {i: form for i, (form,) in stored.items()}  # type: ignore[misc]
     raise PagedCacheError(
         f"state_dict does not fit this cache: layers are stored as {found} there and as "
-        f"{state.layer_dtypes()} here"
+        f"{state.layer_groups.layer_dtypes()} here"
     )
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
-from hf_paged_cache.forward.token_ids import TokenHistory
+from hf_paged_cache.forward.token_ids import TokenIds
 from tests.support.models import by_name, cache_kwarg, shared_model
 from tests.support.quantized import NAMES, cache_of, feed, ids, states, update_all
 
@@ -245,7 +245,7 @@ def test_a_copy_knows_whose_weights_computed_it(copied: Any) -> None:
 
 
 def test_what_is_known_is_always_a_beginning() -> None:
-    history = TokenHistory()
+    history = TokenIds()
     history.feed(0, 5, 2, ids(5))
     history.feed(5, 6, 2, None)
     history.feed(6, 9, 2, ids(3))
@@ -257,22 +257,22 @@ def test_what_is_known_is_always_a_beginning() -> None:
 
 
 def test_a_prompt_tells_ids_that_the_forward_does_not_show() -> None:
-    history = TokenHistory()
+    history = TokenIds()
     history.check_prompt(ids(9))
     history.feed(0, 6, 2, None)
     history.feed(6, 9, 2, None)
     history.feed(9, 10, 2, None)
-    assert torch.equal(history.ids, ids(9))
+    assert torch.equal(history.known, ids(9))
 
 
 def test_ids_grow_one_by_one() -> None:
-    history, tokens = TokenHistory(), ids(300, 1)
+    history, tokens = TokenIds(), ids(300, 1)
     for at in range(300):
         history.feed(at, at + 1, 1, tokens[:, at : at + 1])
-    assert torch.equal(history.ids, tokens)
+    assert torch.equal(history.known, tokens)
     twin = history.copy()
     history.crop(10)
-    assert torch.equal(twin.ids, tokens)
+    assert torch.equal(twin.known, tokens)
 
 
 # --- other caches -------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ def poison(cache: PagedCache, *, too_many: int = 0) -> None:
         too_many: Newest tokens of every row that are overwritten too, to see that this shows.
     """
     state = cache._state
-    for group in state.groups if state.batch else ():
+    for group in state.groups if state.rows.batch else ():
         for layer_idx in group.claimed:
             blocks = group.blocks_of(layer_idx)
-            records, slots = _tokens_in(group, layer_idx, max(0, state.tokens[layer_idx] - too_many))
+            records, slots = _tokens_in(group, layer_idx, max(0, state.rows.tokens[layer_idx] - too_many))
             if blocks.records is None:
                 slots = records
             else:
