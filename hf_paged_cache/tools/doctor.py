@@ -121,7 +121,7 @@ def examine(device: str | torch.device | None = None) -> Report:
     start_s = time.perf_counter()
     try:
         dispatch.backend_name(_blocks_of("auto", where))
-        checks = [*kernel_checks(where), _check_generation(where)]
+        checks = list(_checks(where))
     except (PagedCacheError, RuntimeError) as error:  # it would be the same for every kernel
         checks = [Check("kernels", False, str(error))]
     seconds = time.perf_counter() - start_s
@@ -219,16 +219,17 @@ def _backends(device: torch.device) -> tuple[dict[str, str], list[str]]:
 # --- the self-test: against plain loops and the default cache -----------------------------------------------
 
 
-def kernel_checks(device: torch.device) -> Iterator[Check]:
-    """Write and attend two blocks a row in every format."""
-    for name in LAYER_DTYPES:
+def _checks(device: torch.device) -> Iterator[Check]:
+    for name in (*LAYER_DTYPES, "generate"):
         try:
-            yield _check_kernel(name, device)
+            outcome = _generate(device) if name == "generate" else _write_and_attend(name, device)
         except Exception as error:  # whatever it is, it is what there is to report
-            yield Check(name, False, f"{type(error).__name__}: {error}")
+            outcome = False, f"{type(error).__name__}: {error}"
+        yield Check(name, *outcome)
 
 
-def _check_kernel(name: str, device: torch.device) -> Check:
+def _write_and_attend(name: str, device: torch.device) -> tuple[bool, str]:
+    """Two blocks a row in a format."""
     g = torch.Generator().manual_seed(0)
     tokens = _BLOCKS * _BLOCK
     keys, values = (torch.randn(_BATCH, _KV_HEADS, tokens, _DIM, generator=g) for _ in range(2))
@@ -244,7 +245,7 @@ def _check_kernel(name: str, device: torch.device) -> Check:
     write_error = max(_rms_ratio(*pair) for pair in zip(_stored(written), _stored(plain), strict=True))
     decode_error = _rms_ratio(got, reference.decode(written, Attention(query, 0, tokens, _DIM**-0.5)))
     is_ok = write_error <= _WRITE_TOLERANCE and decode_error <= _DECODE_TOLERANCE
-    return Check(name, is_ok, f"{backend}, error of write {write_error:.1e}, of attention {decode_error:.1e}")
+    return is_ok, f"{backend}, error of write {write_error:.1e}, of attention {decode_error:.1e}"
 
 
 def _blocks_of(name: str, device: torch.device) -> LayerBlocks:
@@ -273,24 +274,21 @@ def _rms_ratio(got: torch.Tensor, want: Any) -> float:
     return ratio if ratio == ratio else float("inf")
 
 
-def _check_generation(device: torch.device) -> Check:
-    """Generate with a tiny random model, with this cache and with the default one."""
-    try:
-        sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
-        config = LlamaConfig(pad_token_id=0, eos_token_id=None, **sizes, **heads)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model: Any = LlamaForCausalLM(config)
-        model = model.to(device).eval()
-        ids = torch.arange(3, 43, device=device).view(2, 20)
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False}
-        want, got = (
-            model.generate(ids, **{compat.cache_argument(model): cache}, **options, max_new_tokens=8)
-            for cache in (DynamicCache(config=config), PagedCache(model))
-        )
-    except Exception as error:
-        return Check("generate", False, f"{type(error).__name__}: {error}")
+def _generate(device: torch.device) -> tuple[bool, str]:
+    """With a tiny random model, with this cache and with the default one."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
+    config = LlamaConfig(pad_token_id=0, eos_token_id=None, **sizes, **heads)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config)
+    model = model.to(device).eval()
+    ids = torch.arange(3, 43, device=device).view(2, 20)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    want, got = (
+        model.generate(ids, **{compat.cache_argument(model): cache}, **options, max_new_tokens=8)
+        for cache in (DynamicCache(config=config), PagedCache(model))
+    )
     if torch.equal(want, got):
-        return Check("generate", True, "same tokens as the default cache")
-    return Check("generate", False, "other tokens than the default cache gives")
+        return True, "same tokens as the default cache"
+    return False, "other tokens than the default cache gives"

@@ -5,20 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_paged_cache.cache.paged_cache import PagedCache
-from hf_paged_cache.config import (
-    KV_CACHE_DTYPES,
-    LAYER_DTYPES,
-    KVCacheDtype,
-    LayerDtype,
-    PagedCacheConfig,
-    own_name,
-)
+from hf_paged_cache.config import KV_CACHE_DTYPES, LAYER_DTYPES, PagedCacheConfig, own_name
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE, FORMATS
 from hf_paged_cache.host import architectures, compat
@@ -27,6 +20,9 @@ from .amounts import DTYPES, SHORT_DTYPES, as_bytes, as_dtype, shown
 from .format_sizes import MOST, FormatSizes
 from .memory_plan import MemoryPlan
 from .stored_shapes import StoredShapes, shapes_of_config, shapes_of_model
+
+if TYPE_CHECKING:
+    from hf_paged_cache.config import KVCacheDtype, LayerDtype
 
 
 def plan_memory(

@@ -64,15 +64,9 @@ def shapes_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> StoredShap
 
 
 def shapes_of_model(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
-    """Run a token or two through a model, and see what it stores.
+    """Run a token or two through a model or skeleton, and see what it stores.
 
-    Args:
-        model: A real one, or a skeleton.
-        dtype: Counts for the model's own dtype; tensors that the model keeps in another one stay as they are.
-
-    Raises:
-        PagedCacheError: The forward fails, or counts tokens in a way of its own.
-        UnsupportedLayerError: The cache has layers whose bytes depend on more than the number of tokens.
+    The dtype counts for the model's own; tensors that the model keeps in another one stay as they are.
     """
     config: Any = model.config
     architectures.layer_specs(config)  # refuses what PagedCache does, before a forward fails

@@ -244,15 +244,8 @@ def _as_text(profile: CacheProfile, at: StepErrors) -> str:
 def _table_line(layer: LayerErrors, layer_dtype: str) -> tuple[str, ...]:
     by_head = layer.own_attention.rms_ratio_by_head
     worst = max(range(len(by_head)), key=by_head.__getitem__)
-    quantities = (
-        layer.own_keys,
-        layer.keys,
-        layer.own_values,
-        layer.values,
-        layer.own_attention,
-        layer.attention,
-    )
-    numbers = [_small(errors.rms_ratio) for errors in quantities]
+    names = (prefix + side for side in ("keys", "values", "attention") for prefix in ("own_", ""))
+    numbers = [_small(getattr(layer, name).rms_ratio) for name in names]
     head = f"{worst} ({_small(by_head[worst])})"
     return (str(layer.layer), layer_dtype, *numbers, f"{layer.attention.cosine:.4f}", head)
 
