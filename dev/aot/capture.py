@@ -1,4 +1,4 @@
-"""What Triton would compile for a launch, caught before it compiles.
+"""Arguments of Triton's compiler for a launch, caught before it compiles.
 
 A launch on tensors without data goes through Triton's own specialisation of arguments (types, alignment,
 values of 1), so that what is compiled here is what a device would run.

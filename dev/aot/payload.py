@@ -1,4 +1,4 @@
-"""Which source lines of the kernels move K and V."""
+"""Source lines of the kernels that move K and V."""
 
 from __future__ import annotations
 

@@ -1,9 +1,18 @@
 """Paged attention on GPUs: Triton kernels that read keys and values straight from their blocks.
 
 A decode step launches `write_kernel` and `attend_kernel` for each layer, and `merge_kernel` where rows are
-long and few enough to be split; `records` says what it launches for quantized layers. None of them waits for
-the device: tables and lengths are read there, and grids depend on the numbers of rows and heads and on the
-power of two above the rows' length, so that a CUDA graph can replay a step.
+long and few enough to be split; `launch` has the whole table. None of them waits for the device: tables and
+lengths are read there, and grids depend on the numbers of rows and heads and on the power of two above the
+rows' length, so that a CUDA graph can replay a step.
+
+One set of kernels serves plain and quantized pools: how K and V are stored is a pair of functions that they
+are compiled for.
+
+```
+__init__ -> launch -> attend, move       kernels; decoders and encoders have the functions of each codec
+               |
+            variants -> tiles            what kernels are compiled for
+```
 
 With `TRITON_INTERPRET=1` in the environment before the first import of Triton the same kernels run on CPU
 tensors, slowly; that is how they are tested on machines without a GPU.
@@ -268,7 +277,7 @@ def encode_blocks(
 def _write_quantized(
     blocks: LayerBlocks, form: RecordFormat, key_states: torch.Tensor, value_states: torch.Tensor, start: int
 ) -> None:
-    """In one launch where the format is per token, else in one for dense and one for whole blocks."""
+    """In one launch where the format is per token, else in one for residual and one for whole blocks."""
     if blocks.fault is None:
         check_storable(blocks, key_states, value_states, start)
     end = start + key_states.shape[2]
@@ -290,7 +299,7 @@ def _write_quantized(
 
 
 def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:
-    """The columns of `[start, end)` that hold slots, of every row or once for all; empty if none does."""
+    """The columns of `[start, end)` of residual blocks, of every row or once for all; empty if none is."""
     if not len(blocks.keys) or end <= start:
         return ()
     # A row that begins later has its last token before the batch's last, and its first before `start`.
@@ -298,7 +307,7 @@ def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int
     last = (end - 1) // blocks.block_size
     found = blocks.dense_columns
     if found is None:
-        # What a row does not store is nothing in a slot as well as in a record.
+        # What a row does not store is nothing in a residual block as well as in a record.
         is_dense = (blocks.table <= NULL_BLOCK) & (blocks.table < NULL_BLOCK).any(0)
         found = tuple(tuple(c for c, dense in enumerate(row) if dense) for row in is_dense.tolist())
     found = tuple(tuple(column for column in row if first <= column <= last) for row in found)
@@ -314,7 +323,7 @@ def _part(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Part:
 
 
 def _lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:
-    """int32 `[batch]`: what the device holds where it is of so many tokens."""
+    """int32 `[batch]`, all of them so many tokens; what the device holds where it says so."""
     if blocks.lengths is not None and blocks.lengths.tokens == tokens:
         return blocks.lengths.on_device
     return torch.full((blocks.table.shape[0],), tokens, dtype=torch.int32, device=blocks.table.device)
