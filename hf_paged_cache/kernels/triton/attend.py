@@ -200,9 +200,11 @@ def attend_kernel(
         # The offsets of a tile stay the same from tile to tile, only where it begins is 64 bits wide.
         block = tl.maximum(block, 0).to(tl.int64)
         slot = first_token % BLOCK_SIZE
+        if BLOCK_SIZE > 65536:  # dense K and V: a row is one block
+            slot = slot.to(tl.int64)
 
         block_ptr = keys_ptr + block * k_strides[0]
-        codes_ptr = block_ptr + (K.codes + slot.to(tl.int64) * K.row)
+        codes_ptr = block_ptr + (K.codes + slot * K.row)
         params_ptr = (block_ptr + K.params).to(tl.pointer_type(tl.float16))
         score = SCORE(query, codes_ptr, params_ptr, slot, n, stored, K) * row_scale[:, None]  # [M, N]
         if RULES.softcap:
@@ -225,7 +227,7 @@ def attend_kernel(
         if RULES.mask_rows:
             any_visible = tl.max(visible.to(tl.int32), 0) > 0
         block_ptr = values_ptr + block * v_strides[0]
-        codes_ptr = block_ptr + (V.codes + slot.to(tl.int64) * V.row)
+        codes_ptr = block_ptr + (V.codes + slot * V.row)
         params_ptr = (block_ptr + V.params).to(tl.pointer_type(tl.float16))
         if V.has_zeros:
             acc_zero = acc_zero * shrink[:, None]

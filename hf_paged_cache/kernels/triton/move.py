@@ -34,27 +34,6 @@ def _write_plain(x, pool_ptr, strides, block, head, slot, kept, STRIDE_T: tl.con
     tl.store(pool_ptr + head[:, None] * strides[1] + d[None, :], x, mask=is_value)
 
 
-@triton.jit
-def _write_codes(
-    x,
-    record_ptr,
-    fault_ptr,
-    slot,
-    is_record,
-    SIDE: tl.constexpr,
-    RECORDS: tl.constexpr,
-    CHECK: tl.constexpr,
-    STORE: tl.constexpr,
-):
-    """Store `[H, D]` as codes and parameters, in records at `[H]`."""
-    wide, bad = storable(x.to(tl.float32))
-    if CHECK:
-        _flag(fault_ptr, bad)
-    if RECORDS:
-        params_ptr = (record_ptr + SIDE.params).to(tl.pointer_type(tl.float16))
-        STORE(wide, is_record, record_ptr + SIDE.codes, params_ptr, slot, 0.0, 0.0, SIDE)
-
-
 @triton.jit(
     do_not_specialize=("table_stride_b", "columns", "new_tokens"),
     do_not_specialize_on_alignment=("fault_ptr",),  # 8 bytes of each layer
@@ -117,15 +96,23 @@ def write_kernel(
     if QUANTIZED:
         is_stored = h < tl.where(entry == -1, 0, KV_HEADS)
         is_record = h < tl.where(entry >= 0, KV_HEADS, 0)
-        record_ptr = records_ptr + tl.maximum(entry, 0).to(tl.int64) * record_strides[0]
-        record_ptr = record_ptr + head * record_strides[1]  # [H]
+        records_ptr += tl.maximum(entry, 0).to(tl.int64) * record_strides[0]
         keys = _new_tokens(new_keys_ptr, new_k_strides, b, head, t, is_stored, K)  # [H, D]
         values = _new_tokens(new_values_ptr, new_v_strides, b, head, t, is_stored, V)  # [H, E]
         if DENSE:
             _write_plain(keys, keys_ptr, k_strides, dense_block, head, slot, is_dense, K_STRIDE_T, K)
             _write_plain(values, values_ptr, v_strides, dense_block, head, slot, is_dense, V_STRIDE_T, V)
-        _write_codes(keys, record_ptr, fault_ptr, slot, is_record, K, RECORDS, CHECK, STORE_KEYS)
-        _write_codes(values, record_ptr, fault_ptr + 1, slot, is_record, V, RECORDS, CHECK, STORE_VALUES)
+        wide_keys, bad_keys = storable(keys.to(tl.float32))
+        wide_values, bad_values = storable(values.to(tl.float32))
+        if CHECK:
+            _flag(fault_ptr, bad_keys)
+            _flag(fault_ptr + 1, bad_values)
+        if RECORDS:
+            record_ptr = records_ptr + head * record_strides[1]  # [H]
+            k_params_ptr = (record_ptr + K.params).to(tl.pointer_type(tl.float16))
+            v_params_ptr = (record_ptr + V.params).to(tl.pointer_type(tl.float16))
+            STORE_KEYS(wide_keys, is_record, record_ptr, k_params_ptr, slot, 0.0, 0.0, K)
+            STORE_VALUES(wide_values, is_record, record_ptr + V.codes, v_params_ptr, slot, 0.0, 0.0, V)
     else:
         keys = _new_tokens(new_keys_ptr, new_k_strides, b, head, t, is_dense, K)
         _write_plain(keys, keys_ptr, k_strides, dense_block, head, slot, is_dense, K_STRIDE_T, K)
