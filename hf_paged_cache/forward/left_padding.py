@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,9 @@ from hf_paged_cache.host.frames import Place
 from hf_paged_cache.host.running_forward import ModelCall
 
 from .positions import Run, discontinuous, joined, next_positions, runs_of
+
+if TYPE_CHECKING:
+    from hf_paged_cache.store.pool_tensors import NewTokens
 
 _HIDDEN = -1e4
 """What an additive mask adds to a score that is not to count, or less."""
@@ -78,12 +81,12 @@ class Forward:
     call: ModelCall
 
     @classmethod
-    def of(cls, noted: NotedMask | None, start: int, key_states: torch.Tensor, call: ModelCall) -> Forward:
-        """The forward that brings K `[batch, kv_heads, new tokens, head_dim]` after `start` tokens.
+    def of(cls, noted: NotedMask | None, start: int, new: NewTokens, call: ModelCall) -> Forward:
+        """The forward that brings new tokens after `start` cached ones.
 
         Its mask is what was noted, or what the stack shows.
         """
-        batch, _, new_tokens, _ = key_states.shape
+        batch, new_tokens = new.batch, new.count
         is_noted = noted is not None and noted[:2] == (start, new_tokens)
         mask, is_known = None, is_noted or call.is_without_mask
         if noted is not None and is_noted:
@@ -92,7 +95,7 @@ class Forward:
             mask, is_known = call.attention_mask, True
         if mask is not None and (mask.shape[0] != batch or mask.shape[1] < start + new_tokens):
             mask, is_known = None, False
-        return cls(start, start + new_tokens, batch, mask, is_known, is_noted, key_states.device, call)
+        return cls(start, start + new_tokens, batch, mask, is_known, is_noted, new.shape.device, call)
 
     @property
     def new_tokens(self) -> int:

@@ -139,9 +139,9 @@ class LayerGroup:
         """Whether a token from `start` on is not stored, as of a prompt longer than the window."""
         return self.manager.has_gap(start)
 
-    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+    def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
-        shape = PoolShape.of(key_states, value_states, self.formats[layer_idx])
+        shape = replace(shape, format=self.formats[layer_idx])
         try:
             shape.layout(self.block_size)
         except PagedCacheError as error:
@@ -381,7 +381,7 @@ class LayerGroup:
             kv_format = self.formats[layer_idx]
             if kv_format is not None and kv_format.name != layer.format:
                 self.formats[layer_idx] = with_keys_in_int8(kv_format)
-            self.claim(layer_idx, layer.keys, layer.values)
+            self.claim(layer_idx, PoolShape.of(layer.keys, layer.values))
         ids = self.manager.adopt(saved.tables, length, saved.offsets)
         assert ids is not None, "room was made for all blocks"
         self.manager.first_held = saved.first_held
