@@ -240,8 +240,8 @@ class _Pair:
         missing = sorted(set(bytes_per_token(self.cache)) - set(self._attention))
         if missing:
             raise UnsupportedLayerError(
-                f"layers {missing} of this {self._model.config.model_type!r} model do not hand the K and V of "
-                "the cache to an attention function that can be observed (code of their own, or an "
+                f"layers {missing} of this {self._model.config.model_type!r} model do not hand the K and V "
+                "of the cache to an attention function that can be observed (code of their own, or an "
                 "implementation other than sdpa and eager), so their attention cannot be profiled; load the "
                 "model with attn_implementation='sdpa' if it has that"
             )
