@@ -238,7 +238,7 @@ def _write_and_attend(name: str, device: torch.device) -> tuple[bool, str]:
     backend = dispatch.backend_name(blocks)
     dispatch.write(blocks, keys.to(device), values.to(device), 0)
     reference.write(plain, keys, values, 0)
-    got = dispatch.decode(blocks, Attention(query.to(device), 0, tokens, _DIM**-0.5)).cpu()
+    got = dispatch.decode(blocks, Attention(query.to(device), 0, tokens, _DIM**-0.5))[0].cpu()
     records = None if blocks.records is None else blocks.records.cpu()
     cells = blocks.keys.cpu(), blocks.values.cpu(), blocks.table.cpu()
     written = LayerBlocks(*cells, None, records, blocks.form)

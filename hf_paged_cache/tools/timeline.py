@@ -19,7 +19,7 @@ from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.display.figures import byte_unit, new_figure, written
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.host import compat
-from hf_paged_cache.host.plain_tensors import plain_tensors
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

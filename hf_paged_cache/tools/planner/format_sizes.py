@@ -47,7 +47,9 @@ class FormatSizes:
             state.claim(index, keys, values)
         self._precision = state.layer_groups.precision
         self._specs = {index: spec for group in state.groups for index, spec in group.specs.items()}
-        self._block_bytes = {g.window: sum(pool.bytes_per_block for pool in g.pools) for g in state.groups}
+        self._block_bytes = {
+            g.window: sum(pool.tensors.bytes_per_block for pool in g.pools) for g in state.groups
+        }
         # Layers with a short window have smaller blocks.
         sizes = {group.window: state.config.block_size // group.block_size for group in state.groups}
         self._whole_block_bytes = sum(sizes[window] * count for window, count in self._block_bytes.items())

@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrain
 
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.host import architectures, compat
-from hf_paged_cache.store.pool import PoolShape
+from hf_paged_cache.store.pool_tensors import PoolShape
 
 _REMEMBERED = 32
 _INSTEAD = "make the cache and ask its `memory_footprint()`"

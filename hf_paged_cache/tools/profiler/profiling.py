@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from hf_paged_cache.attention.paged_attention import AttentionCall, observe, paged_attention
+from hf_paged_cache.attention.attention_call import AttentionCall
+from hf_paged_cache.attention.paged_attention import compute, observe, paged_attention
 from hf_paged_cache.attention.view import PagedView
 from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.config import KVCacheDtype, LayerDtype, own_name
@@ -228,7 +229,8 @@ class _Pair:
     def _observe_full(self, call: AttentionCall, output: torch.Tensor) -> None:
         if (layer := _layer_of(call, self.full)) is not None:
             self._outputs[id(call.module)] = output
-            own = call.over(*self.full.own_views[layer])
+            keys, values = self.full.own_views[layer]
+            own, _ = compute(replace(call, key=keys, value=values))
             self._own_attention[layer].add(own.transpose(1, 2), output.transpose(1, 2))
 
     def _observe_format(self, call: AttentionCall, output: torch.Tensor) -> None:
