@@ -53,12 +53,8 @@ class Report:
 
     Attributes:
         versions: Package -> version, None if it is not installed.
-        machine: What it is: device, capability, processor, instruction set, memory.
         environment: Variables that are set and change what runs.
         backends: Backend -> whether it runs for blocks on this device, or why not; fastest first.
-        compiler: The C++ compiler with its version, or why there is none.
-        cache_folder: Where compiled kernels are kept.
-        checks: What was tried.
         problems: What is wrong, with ways out; healthy if there is nothing.
         seconds: What the checks took, without compiling.
     """
