@@ -208,7 +208,7 @@ def test_doctor_reports_what_keeps_the_fast_kernel_from_running(
 def test_doctor_exits_with_1_when_a_kernel_answers_wrongly(unloaded: pytest.MonkeyPatch) -> None:
     unloaded.setenv("HF_PAGED_CACHE_BACKEND", "torch")
     right = dispatch.decode
-    unloaded.setattr(dispatch, "decode", lambda blocks, a: right(blocks, a) * 1.01)
+    unloaded.setattr(dispatch, "decode", lambda blocks, a: (right(blocks, a)[0] * 1.01, None))
     done = run("doctor")
     assert done.exit_code == 1
     assert "  - self-test int4: torch, error of write 0.0e+00, of attention 1.0e-02" in done.stdout
