@@ -74,6 +74,10 @@ class DenseBlocks:
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
 
+    def __bool__(self) -> bool:
+        """Whether any block is ever dense."""
+        return self.sink_blocks + self.residual_blocks > 0
+
     def live_slots(self, manager: BlockManager) -> list[int]:
         """Slots of blocks that rows hold, in order."""
         return sorted(self.slots_by_id(manager).values())

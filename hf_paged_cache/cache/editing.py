@@ -16,7 +16,7 @@ from hf_paged_cache.host import architectures
 
 from . import convert
 from .arguments import as_count
-from .state_dict import as_state_dict, contents_of, load_contents
+from .state_dict import as_state_dict, load
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -112,9 +112,7 @@ class CacheTools:
             PagedCacheError: They are of another model, of other settings, or damaged.
             PoolExhausted: They do not fit into the pool.
         """
-        state = self._movable("load_state_dict")
-        contents = contents_of(state, self._hosts, state_dict)
-        load_contents(state, self._hosts, self.layers, contents)
+        load(self._movable("load_state_dict"), self._hosts, self.layers, state_dict)
 
     # --- the text in the cache ------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ class CacheTools:
         self._crop_to(kept)
         return kept
 
-    def drop(self, start: int, end: int) -> None:
+    def prune(self, start: int, end: int) -> None:
         """Delete the tokens `start … end - 1` of every row from the history.
 
         At the end of the history this is a crop. Further inside, the tokens behind move up; that is only
@@ -179,19 +177,19 @@ class CacheTools:
             PoolExhausted: Others share the blocks, and there are too few to write the tokens behind anew.
                 Nothing has changed. (An interrupt while they are written leaves the tokens before `start`.)
         """
-        state = self._settled("drop")
-        start, end = as_count("drop", "start", start), as_count("drop", "end", end)
+        state = self._settled("prune")
+        start, end = as_count("prune", "start", start), as_count("prune", "end", end)
         length = state.rows.end
         if not 0 <= start <= end <= length:
             raise PagedCacheError(
-                f"drop({start}, {end}): expected 0 <= start <= end <= {length}, the tokens that are cached"
+                f"prune({start}, {end}): expected 0 <= start <= end <= {length}, the tokens that are cached"
             )
         if start == end:
             return
-        reason = None if end == length else self._why_not_drop()
+        reason = None if end == length else self._why_not_prune()
         if reason is not None:
             raise PagedCacheError(
-                f"drop({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
+                f"prune({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
                 "everything from there on; feed what comes after again"
             )
         ids, padding, wanted = state.rows.ids.known, state.rows.padding, state.rows.gradients_from
@@ -205,7 +203,7 @@ class CacheTools:
             return
 
         def make() -> None:
-            state.replace_tail(start, behind, padding.drop(start, end))
+            state.replace_tail(start, behind, padding.prune(start, end))
             if wanted is not None:
                 state.rows.gradients_from = min(wanted, max(start, wanted - (end - start)))
             if ids.shape[1] == length:
@@ -265,11 +263,11 @@ class CacheTools:
             raise PagedCacheError(f"input_ids must be an integer tensor [rows, tokens], got {got}")
         return input_ids
 
-    def _why_not_drop(self) -> str | None:
+    def _why_not_prune(self) -> str | None:
         """Why tokens inside the history cannot be deleted; None if they can."""
         state = self._state
         if self._hosts or any(group.window is not None for group in state.groups):
             return "layers with a window or a recurrent state do not hold all of the history"
-        if any(group.dense is not None or any(group.formats.values()) for group in state.groups):
+        if any(any(group.formats.values()) for group in state.groups):
             return "moving the tokens behind would encode them a second time"
         return architectures.why_keys_have_positions(self._config)

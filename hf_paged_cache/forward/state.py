@@ -6,87 +6,42 @@ Whatever changes rows and blocks is one change of the store: all of it or none (
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 from hf_paged_cache.host import running_forward
-from hf_paged_cache.kernels import dispatch
-from hf_paged_cache.store import static_group
 from hf_paged_cache.store.layer_groups import LayerGroups
-from hf_paged_cache.store.store import Saved
 
+from .caller import Caller
+from .contents import Contents
 from .equal_rows import EqualRows
 from .left_padding import Forward, NotedMask
-from .ownership import Weights, check_prompt, owner_after
 from .rows import Rows
 from .step import Step
 from .undo import Undo
+from .weights import Weights
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec, PagedCacheConfig
-    from hf_paged_cache.host.running_forward import ModelCall, Place
-    from hf_paged_cache.kernels.call import LayerBlocks
-    from hf_paged_cache.store.layer_group import LayerGroup
+    from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.saved import SavedCache
-    from hf_paged_cache.store.store import Restore
 
+    from .contents import ModelTraits, Parts
     from .left_padding import Padding
 
 _T = TypeVar("_T")
 
 
-class Parts(Protocol):
-    """What a cache holds beside blocks, and moves with them."""
-
-    def save(self) -> Restore:
-        """Remember what they are. Returns what puts that back."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Make the rows copies of the given old rows."""
-
-    def clear(self) -> None:
-        """Make them as they were at first."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTraits:
-    """What is known of a model for good.
-
-    Attributes:
-        is_encoder_decoder: It has an encoder, so that this may be the cache of its cross-attention.
-        has_outside_state: It keeps a recurrent state in itself, where nobody can take it back.
-        chunk_fault: Why it cannot take several new tokens at once after a history; None if it can.
-        can_be_static: Whether its layers and the settings allow compiled steps.
-    """
-
-    is_encoder_decoder: bool = False
-    has_outside_state: bool = False
-    chunk_fault: str | None = None
-    can_be_static: bool = False
-
-
-class CacheState:
+class CacheState(Contents):
     """The shared part of a cache. Layers hold it; it holds no layer.
 
-    Args:
-        config: Settings.
-        specs: Layer index -> what the config of the model says of that layer, if it is paged.
-        max_positions: Longest sequence the model was made for, if its config says.
-        traits: What is known of the model.
-        is_attended: Tells whether attention of this package reads the cache now.
-
     Attributes:
-        config: Settings.
-        traits: What is known of the model.
-        rows: What all layers hold alike. With static rows it is what they held at the last `pull`.
-        layer_groups: Layers that share block tables, all groups as one.
         step: The forward in progress, or the last one as long as somebody has to look at how it ended.
-        is_attended: Tells whether attention of this package reads the cache now.
         has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
         has_open_step: Some layer of static rows has yet to join the step in progress.
     """
@@ -99,33 +54,13 @@ class CacheState:
         traits: ModelTraits,
         is_attended: Callable[[], bool],
     ) -> None:
-        self.config = config
-        self.traits = traits
-        self.rows = Rows(specs)
-        self.layer_groups = LayerGroups(config, specs, max_positions)
+        super().__init__(config, specs, max_positions, traits, is_attended)
         self.step: Step | None = None
-        self.is_attended = is_attended
         self.has_masks = False
         self.has_open_step = False
         self._noted: NotedMask | None = None
         self._equal_rows = EqualRows()
-        self._root: Place | None = None  # the call of the host that the last step was part of
-        self._user: Place | None = None  # the call of the host that has used the cache last
-
-    @property
-    def groups(self) -> list[LayerGroup]:
-        """The groups, in the order of their first layers; empty before the first update."""
-        return self.layer_groups.all
-
-    @property
-    def blocks(self) -> dict[int, LayerBlocks]:
-        """Layer index -> where its K and V lie; filled as layers get their first."""
-        return self.layer_groups.blocks
-
-    @property
-    def is_static(self) -> bool:
-        """Whether steps can be compiled: every row has its blocks from the start."""
-        return self.layer_groups.is_static
+        self._caller = Caller()
 
     @property
     def is_open(self) -> bool:
@@ -193,10 +128,10 @@ class CacheState:
         self.check_chunk(new_tokens, is_warm=start > 0)
         if call is not None and not self._is_cross:
             check_reading(call, is_warm=start > 0)
-        if call is not None and self._is_new(call):
+        if call is not None and self._caller.is_new(call):
             if start and call.is_generating and self.traits.is_encoder_decoder and not self._is_cross:
                 self.rows.ids.check_restart(call.input_ids)
-            self._enter(call, start)
+            self._take_weights(call, start)
         noted, self._noted = self._noted, None  # of this forward alone, also if it is refused
         before = self.step
         try:
@@ -227,7 +162,9 @@ class CacheState:
         rows = self.rows
         self._reserve(start, key_states, value_states, padding, keep_history=keep_history)
         step = self.step
-        if step is None or not (step.has_outside or step.forward == forward):
+        if step is None or (
+            step.is_open and not step.has_outside
+        ):  # the layers that it lacks are never written
             step = Step(forward, start)
         self.step = replace(
             step, forward=forward, is_read_only=is_read_only, missing=len(rows.tokens), padding=rows.padding
@@ -247,7 +184,7 @@ class CacheState:
         caches of the pool could replace its tensors, and from now on they cannot.
         """
         step = self.step
-        if step is None or not self.layer_groups.of(layer_idx).section.is_shared or not step.is_over:
+        if step is None or not self.layer_groups.of(layer_idx).store.is_shared or not step.is_over:
             return
 
         def make() -> None:
@@ -284,7 +221,7 @@ class CacheState:
             if step.padding is not None:
                 self.rows.padding = step.padding
             if step.missing is not None and self.rows.end > self.rows.start:
-                self._crop_to(self.rows.start)
+                self.crop_to(self.rows.start)
             is_spread = step.rows_before is not None
             self._close_step(
                 Step(step.forward, step.start, rows_before=step.rows_before) if is_spread else None
@@ -367,23 +304,12 @@ class CacheState:
             CacheMismatchError: Another thread is using it.
         """
         with self.layer_groups.store.lock:
-            self.check_thread()
-            if call is not None:
-                self._user = call.root
+            self._caller.take(call, is_open=self.is_open)
         self.settle()
 
     def check_thread(self) -> None:
         """Raise CacheMismatchError if another thread is using the cache."""
-        user = self._user
-        if user is None or user.is_here or not user.is_running():
-            return
-        if user.frame is None and not self.is_open:
-            return  # nobody knows, but no forward is in progress
-        raise CacheMismatchError(
-            "a forward or `generate` in another thread is using this cache, and one cache serves one thread "
-            "at a time. Give every thread its own: `cache.fork()` shares what is cached so far, "
-            "`PagedCache(model)` starts empty"
-        )
+        self._caller.check_thread(is_open=self.is_open)
 
     def check_reader(self, layer_idx: int) -> None:
         """Look whose weights read, where no update comes before: cross-attention reads what it once wrote.
@@ -391,10 +317,9 @@ class CacheState:
         Raises:
             CacheMismatchError: Other weights computed it.
         """
-        if self._is_cross and layer_idx == next(iter(self.rows.tokens)) and not torch.compiler.is_compiling():
-            call = running_forward.current()
-            if self._is_new(call):
-                self._enter(call, self.rows.end)
+        is_first = layer_idx == next(iter(self.rows.tokens))
+        if self._is_cross and is_first and not torch.compiler.is_compiling():
+            self._take_weights(running_forward.current(), self.rows.end)
 
     def check_before_layers(self) -> None:
         """Look whose weights read before a layer of theirs has run, if that may write to its buffers.
@@ -406,24 +331,17 @@ class CacheState:
         may_write = owner is None or (isinstance(owner, Weights) and owner.has_buffers)
         if may_write and not self.traits.is_encoder_decoder:
             call = running_forward.current()
-            if call.root.frame is not None and self._is_new(call):
-                self._enter(call, self.rows.end)
+            if call.root.frame is not None:
+                self._take_weights(call, self.rows.end)
 
-    def check_prompt_of(self, model: torch.nn.Module | None) -> None:
-        """Raise CacheMismatchError if a model is about to go on with what other weights computed."""
-        check_prompt(self.rows.owner, model, self.rows.end)
-
-    def _is_new(self, call: ModelCall) -> bool:
-        """Whether another call of the host has come than the last one; models of others do not tell."""
-        return call.root.frame is None or call.root != self._root
-
-    def _enter(self, call: ModelCall, tokens: int) -> None:
+    def _take_weights(self, call: ModelCall, tokens: int) -> None:
+        if not self._caller.is_new(call):
+            return
         try:
-            self.rows.owner = owner_after(self.rows.owner, call, tokens)
+            self._caller.take_weights(call, self.rows, tokens)
         except CacheMismatchError:
             self.take_back_outside()
             raise
-        self._root = call.root
 
     def check_lost(self) -> None:
         """Raise CacheMismatchError if a forward has moved states on that nobody can take back."""
@@ -461,148 +379,6 @@ class CacheState:
                 "nothing was written"
             )
 
-    # --- static rows ----------------------------------------------------------------------------------------
-
-    def pull(self) -> None:
-        """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.
-
-        Raises:
-            PoolExhausted: They went on when rows were full, so their last results are no numbers.
-        """
-        if not (self.is_static and self.rows.batch):
-            return
-        length = self.layer_groups.pull_length()
-        if length != self.rows.end:
-            self.rows.lengthen(length)
-        capacity = self.layer_groups.row_capacity_tokens
-        if length > capacity:
-            raise PoolExhausted(
-                f"compiled steps have fed {length} tokens per row, and a row holds {capacity}; what they "
-                "returned since is NaN. `cache.reset()`, and make the cache with a larger `max_tokens` "
-                "(over all rows)",
-                needed_blocks=-(-length // self.config.block_size),
-                free_blocks=0,
-                block_size=self.config.block_size,
-            )
-
-    def check_static_room(self, tokens: int) -> None:
-        """Raise PoolExhausted if static rows cannot have so many tokens."""
-        capacity = self.layer_groups.row_capacity_tokens
-        if tokens > capacity:
-            raise self.layer_groups.no_static_room(tokens, capacity, self.rows.batch)
-
-    def would_be_static(self, device: torch.device) -> bool:
-        """Whether rows on a device are, or will be, static."""
-        return self.is_static or (
-            not self.groups
-            and self.traits.can_be_static
-            and device.type in static_group.DEVICES
-            and self.is_attended()
-        )
-
-    # --- changes --------------------------------------------------------------------------------------------
-
-    def change(self, make: Callable[[], _T], parts: Parts | None = None) -> _T:
-        """Make a change to rows and blocks, all of it or none; see `Store.change`.
-
-        Args:
-            make: The change.
-            parts: What else it touches.
-        """
-        return self.layer_groups.store.change(partial(self._save, parts), make)
-
-    def _save(self, parts: Parts | None) -> Saved:
-        attributes, restore_rows, groups = dict(vars(self)), self.rows.save(), self.layer_groups.save()
-        restore_parts = None if parts is None else parts.save()
-
-        def restore() -> None:
-            vars(self).update(attributes)
-            restore_rows()
-            groups.restore()
-            if restore_parts is not None:
-                restore_parts()
-
-        return Saved(restore, groups.follow)
-
-    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
-        """Give a layer its place in a pool."""
-
-        def make() -> LayerBlocks:
-            if not self.groups:
-                self._open_rows(key_states, value_states, keep_history=self.rows.record_past)
-            return self.layer_groups.claim(layer_idx, key_states, value_states)
-
-        return self.change(make)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row; more than there are forgets all. Part of a change."""
-        if tokens_to_remove and self.rows.end:
-            self._crop_to(max(0, self.rows.end - tokens_to_remove))
-        if self.rows.record_past:
-            # What a rejected draft could have needed is settled now.
-            self.layer_groups.release_outside_window()
-
-    def check_crop(self, num_tokens: int) -> None:
-        """Raise what cutting every row to its first tokens would raise; changes nothing."""
-        try:
-            self.layer_groups.check_crop(num_tokens)
-        except ValueError as error:
-            raise PagedCacheError(
-                f"cannot crop to {num_tokens} tokens: a window layer has given back what that length needs. "
-                "Call `cache.activate_past_recording()` before the forwards that may be rolled back"
-            ) from error
-
-    def _crop_to(self, num_tokens: int) -> None:
-        if not num_tokens:
-            self._clear()
-            return
-        self.check_crop(num_tokens)
-        self.layer_groups.crop(num_tokens)
-        self.rows.crop(num_tokens)
-        self.has_open_step = False
-        self._noted = None
-
-    def reset(self, parts: Parts) -> None:
-        """Forget all rows and give their blocks back; pools stay."""
-
-        def make() -> None:
-            self._clear()
-            self.rows.record_past = False
-            parts.clear()
-
-        self.change(make, parts)
-
-    def _clear(self) -> None:
-        self.layer_groups.reset()
-        self.rows.clear()
-        self._noted = None
-        self._close_step()
-
-    def reorder(self, row_indices: Sequence[int], parts: Parts | None = None) -> None:
-        """Make the rows copies of the given old rows, by reference; their number may change.
-
-        Args:
-            row_indices: For every new row the old one.
-            parts: What is beside the blocks, to be moved in the same change.
-        """
-        self.pull()
-        rows, batch = self.rows, self.rows.batch
-        indices = rows.checked(row_indices, batch) if batch else list(row_indices)
-
-        def make() -> None:
-            if batch:
-                self.layer_groups.reorder(indices)
-                rows.reorder(indices)
-            if parts is not None:
-                parts.select(indices)
-
-        for group in self.layer_groups.static:
-            group.check_rows(len(indices))
-        # Rows that own their blocks are copied over each other, which cannot be taken back.
-        was_lost, rows.is_lost = rows.is_lost, rows.is_lost or self.is_static
-        self.change(make, parts)
-        rows.is_lost = was_lost
-
     def spread_rows(self, count: int, parts: Parts) -> None:
         """Give the one row of the cache to so many, for the step that begins."""
         if self.step is None:
@@ -623,33 +399,17 @@ class CacheState:
             self.reorder([0], parts)
         self.step = replace(step, rows_before=None) if step.has_outside or step.is_open else None
 
-    def replace_tail(
-        self, start: int, behind: Sequence[tuple[int, torch.Tensor, torch.Tensor]], padding: Padding
-    ) -> None:
-        """Cut every row down to its first tokens, and put others behind them. Part of a change.
+    def crop_to(self, num_tokens: int) -> None:
+        """Keep the first tokens of every row. Part of a change."""
+        super().crop_to(num_tokens)
+        self.has_open_step = False
+        self._noted = None
 
-        Where that fails after the cut, the first tokens are what is left.
-
-        Args:
-            start: Tokens that stay.
-            behind: For every layer that holds tokens its index, and K and V of those that come.
-            padding: What is to be remembered of padding then.
-        """
-        _, keys, values = behind[0]
-        rows, end = self.rows, start + keys.shape[2]
-        self.layer_groups.check_room_for(start, keys.shape[2], rows.batch)
-        self._crop_to(start)
-        # What is written now may lie where the tail did.
-        self.layer_groups.store.keep(partial(self._save, None))
-        if not start:
-            self._open_rows(keys, values, keep_history=rows.record_past)
-        self.layer_groups.reserve(
-            rows.batch, start, end - start, keep_history=rows.record_past, padding=padding.unstored
-        )
-        for index, keys, values in behind:
-            dispatch.write(self.blocks[index], keys, values, start)
-            rows.tokens[index] = end
-        rows.begin(end, end, padding)
+    def clear(self) -> None:
+        """Forget all rows. Part of a change."""
+        super().clear()
+        self._noted = None
+        self._close_step()
 
     # --- copies ---------------------------------------------------------------------------------------------
 
@@ -663,8 +423,8 @@ class CacheState:
 
     def forget_user(self) -> None:
         """Belong to no thread and no forward, as a copy does."""
-        self.step = self._noted = self._root = self._user = None
-        self._equal_rows = EqualRows()
+        self.step = self._noted = None
+        self._equal_rows, self._caller = EqualRows(), Caller()
         self.rows.equal_rows = 0
 
     def with_contents(
@@ -679,19 +439,10 @@ class CacheState:
         rows.record_past, rows.owner = saved.record_past, saved.owner
         if saved.input_ids.shape[1]:
             rows.ids.commit(saved.input_ids, saved.input_ids.shape[1])
-        copied._noted = copied._root = None
-        copied._equal_rows = EqualRows()
+        copied._noted = None
+        copied._equal_rows, copied._caller = EqualRows(), Caller()
         copied._close_step()
         return dict(vars(copied))
-
-    def check_integrity(self) -> None:
-        """Raise an AssertionError if blocks were lost or the layers disagree."""
-        self.layer_groups.check_integrity()
-        for group in self.groups:
-            assert group.num_tokens in (self.rows.end, 0), (
-                f"the group of window {group.window} has {group.num_tokens} tokens, the cache {self.rows.end}"
-            )
-        self.rows.check_integrity()
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -741,7 +492,7 @@ class CacheState:
     ) -> None:
         """Make room in all groups."""
         if not self.rows.batch:
-            self._open_rows(key_states, value_states, keep_history=keep_history)
+            self.open_rows(key_states, value_states, keep_history=keep_history)
         keep = partial(self.layer_groups.store.keep, partial(self._save, None))
         self.layer_groups.reserve(
             self.rows.batch,
@@ -751,12 +502,6 @@ class CacheState:
             padding=padding.unstored,
             let_go=keep if start else lambda: None,
         )
-
-    def _open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
-        self.layer_groups.open_rows(
-            key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
-        )
-        self.rows.batch = key_states.shape[0]
 
     def _padding_after(
         self, start: int, key_states: torch.Tensor, call: ModelCall | None, noted: NotedMask | None

@@ -358,9 +358,9 @@ def test_dropped_tokens_take_their_padding_with_them() -> None:
     cache = PagedCache(model, block_size=BLOCK)
     fill(model, cache, inputs)
     assert cache._state.rows.padding.tokens == (0, 40)
-    cache.drop(10, 30)
+    cache.prune(10, 30)
     assert cache._state.rows.padding.tokens == (0, 20)
-    cache.drop(15, 25)
+    cache.prune(15, 25)
     assert cache._state.rows.padding.tokens == (0, 15)
     cache.check_integrity()
 

@@ -334,7 +334,7 @@ def test_what_is_hidden_is_known_after_tokens_were_dropped() -> None:
     ids = torch.stack([prompt(TOKENS, seed=1), prompt(TOKENS, seed=2)])
     cache = PagedCache(model, block_size=BLOCK)
     fill(model, cache, {"input_ids": ids, "attention_mask": _hiding([slice(6, 9)], TOKENS)})
-    cache.drop(2, 7)
+    cache.prune(2, 7)
     assert cache._state.rows.padding.runs == (((0, 2, None), (4, 15, None)), ((0, 15, None),))
     with pytest.raises(CacheMismatchError, match=AGAIN.format(2)):
         fill(model, cache, {"input_ids": ids[:, :1], "attention_mask": _hiding([], 16)})
