@@ -282,7 +282,9 @@ class BlockManager:
 
     def fork(self) -> BlockManager:
         """Another manager with the same rows, by sharing their blocks."""
-        copied = self._copied(self.pool)
+        copied = BlockManager(self.pool.num_blocks, self.block_size, self.window, pool=self.pool)
+        copied.tables = [table.fork() for table in self.tables]
+        copied.first_held = self.first_held
         self.pool.share(self._stored_ids())
         return copied
 
@@ -309,12 +311,6 @@ class BlockManager:
         self.pool.share(list(further.elements()))
         self.version += 1
         return ids
-
-    def apart(self) -> BlockManager:
-        """The same rows and ids over a pool of their own, in which nobody else holds a block."""
-        copied = self._copied(self.pool.restricted_to(table.ids for table in self.tables))
-        copied.version = self.version
-        return copied
 
     def renumber(self, moved: Mapping[int, int]) -> None:
         """Follow blocks that got other ids."""
@@ -373,12 +369,6 @@ class BlockManager:
                     raise AssertionError(
                         f"Block {block_id} (row {row}, logical block {i}) is full but still open."
                     )
-
-    def _copied(self, pool: BlockPool) -> BlockManager:
-        copied = BlockManager(pool.num_blocks, self.block_size, self.window, pool=pool)
-        copied.tables = [table.fork() for table in self.tables]
-        copied.first_held = self.first_held
-        return copied
 
     def _stored_ids(self) -> list[int]:
         return [block_id for table in self.tables for block_id in table.stored_ids()]
