@@ -188,7 +188,7 @@ def _split_variable(name: str) -> list[str]:
 def _started(
     command: list[str], output: int | IO[str], folder: Path | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A compiler at work, with its temporary files in a folder. It ends with the context, and its parts too."""
+    """A compiler at work, its temporary files in a folder. It ends with the context, and all it started."""
     environment = {**os.environ, "LC_ALL": "C"}
     if folder is not None:
         environment["TMPDIR"] = str(folder)
@@ -225,7 +225,7 @@ def _check_status(process: subprocess.Popen[str], command: list[str], messages: 
 
 def _digest(command: list[str], version: str) -> str:
     digest = hashlib.sha256("\0".join([*command, version, platform.machine()]).encode())
-    for path in sorted(path for path in _SOURCE_DIR.rglob("*.*") if path.suffix in (".h", ".cpp")):
+    for path in sorted([*_SOURCE_DIR.rglob("*.h"), *_SOURCE_DIR.rglob("*.cpp")]):
         digest.update(path.relative_to(_SOURCE_DIR).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 
@@ -262,7 +262,11 @@ def _compile_and_load(
 
 
 def _keep_and_load(folder: LibraryFolder, stem: str, path: Path, problems: list[str]) -> ctypes.CDLL | None:
-    """Keep a library that works, and load the kept one; None if it cannot be kept or not be run from there."""
+    """Keep a library and load it, from where it was compiled if it does not run from the folder.
+
+    Returns:
+        None if it cannot be kept.
+    """
     try:
         kept = folder.keep(stem, path)
     except OSError as error:  # read only, or the disk is full
