@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_double, c_int64
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hf_paged_cache.formats import RecordFormat
     from hf_paged_cache.formats.record import Side as SideName
     from hf_paged_cache.kernels.call import LayerBlocks
@@ -69,6 +72,19 @@ class Tokens(ctypes.Structure):
     """Tokens to write, or room for those that are gathered."""
 
     _fields_ = (("keys", Strided), ("values", Strided), *_integers("tokens start threads"))
+
+
+def packer(kind: type[ctypes.Structure]) -> Callable[..., bytes]:
+    """A function from a struct's numbers to its bytes, in a fraction of the time that ctypes takes.
+
+    The numbers of a struct within it stand in its place.
+    """
+    return struct.Struct(f"={_codes(kind)}").pack
+
+
+def _codes(kind: Any) -> str:
+    scalars = {c_int64: "q", c_double: "d"}
+    return scalars[kind] if kind in scalars else "".join(_codes(field) for _, field in kind._fields_)
 
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:
