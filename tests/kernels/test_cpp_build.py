@@ -20,7 +20,7 @@ from hf_paged_cache.kernels.call import Attention, LayerBlocks
 
 assert cpp.unavailable_reason() is None, cpp.unavailable_reason()
 blocks = LayerBlocks(torch.ones(1, 1, 16, 8), torch.ones(1, 1, 16, 8), torch.zeros(1, 1, dtype=torch.int32))
-assert cpp.decode(blocks, Attention(torch.ones(1, 1, 1, 8), 0, 16, 1.0)).tolist() == [[[[1.0] * 8]]]
+assert cpp.decode(blocks, Attention(torch.ones(1, 1, 1, 8), 0, 16, 1.0))[0].tolist() == [[[[1.0] * 8]]]
 mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}
 print(cpp.isa(), len(mapped))
 """

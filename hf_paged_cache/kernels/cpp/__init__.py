@@ -11,7 +11,7 @@ import ctypes
 import logging
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -207,17 +207,9 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
     _check(_library().handle.paged_write(native.struct, fresh))
 
 
-@overload
-def decode(blocks: LayerBlocks, a: Attention, *, return_lse: Literal[False] = False) -> torch.Tensor: ...
-@overload
-def decode(
-    blocks: LayerBlocks, a: Attention, *, return_lse: Literal[True]
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def decode(
     blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend stored tokens. Fastest for few query tokens, right for any number."""
     native = _native(blocks)
     query = a.query
@@ -248,7 +240,7 @@ def decode(
         torch.get_num_threads(),
     )
     _check(_library().handle.paged_decode(native.struct, call))
-    return out if lse is None else (out, lse)
+    return out, lse
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
