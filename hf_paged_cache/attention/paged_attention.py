@@ -342,7 +342,7 @@ def _paged(
     # One query reads its own K and V as they are stored. More are a prompt or a draft, and see each other in
     # the model's precision.
     reads_own = q_tokens == 1 or fresh_keys is None or stored.blocks.records is None
-    has_gap = window is not None and stored.group.has_gap(stored.start)
+    has_gap = window is not None and stored.group.manager.has_gap(stored.start)
     if q_tokens <= MAX_DECODE_TOKENS and reads_own and not has_gap:
         return dispatch.decode(
             stored.blocks,

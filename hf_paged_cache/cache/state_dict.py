@@ -134,8 +134,8 @@ def _check_lengths(saved: SavedCache) -> None:
     for index, count in saved.tokens.items():
         layer = claimed.get(index)
         sides = () if layer is None else (layer.keys, layer.values, layer.records)
-        is_empty = not any(bool(side.any()) for side in sides)
-        expect(count > 0 or is_empty, f"{where}[{index}]", "not 0, as there are K and V", count)
+        is_fitting = count > 0 or not any(bool(side.any()) for side in sides)
+        expect(is_fitting, f"{where}[{index}]", "not 0, as there are K and V", count)
         expect(layer is not None or not count, f"{where}[{index}]", "0, as there is no K and V", count)
     expect((batch > 0) is bool(claimed), "state_dict['batch']", "0 just where no layer has K and V", batch)
     ids = saved.input_ids

@@ -19,11 +19,10 @@ from hf_paged_cache.kernels.call import LayerBlocks
 from . import key_guard
 from .device.fault_flags import Faults
 from .device.tables import DeviceTables
+from .holder import Holder, Saved
 from .pool_tensors import LayerPool, PoolShape, split_pairs
 from .precision import Precision, name_of
 from .saved import SavedGroup, SavedLayer
-from .store import Saved
-from .window_store import Holder
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import KeyErrorGuard, LayerSpec
@@ -94,11 +93,6 @@ class LayerGroup:
         return self.manager.block_size
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of each pool."""
-        return self.store.num_blocks
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of every row."""
         return self.manager.num_tokens
@@ -108,13 +102,8 @@ class LayerGroup:
         """Bytes of all pools, those that are shared with other caches included."""
         return self.store.nbytes + sum(pool.slot_bytes for pool in self.pools)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the blocks that hold tokens now."""
-        return self.bytes_by_format().total()
-
     def bytes_by_format(self) -> Counter[str]:
-        """The same by format; what is in the model's dtype is under `auto`."""
+        """Format -> bytes of the blocks that hold tokens; `auto` is the model's dtype."""
         blocks, slots = self.store.blocks.num_referenced, len(self.dense.live_slots(self.manager))
         total: Counter[str] = Counter()
         for pool in self.pools:
@@ -126,18 +115,10 @@ class LayerGroup:
         """Bytes of the block tables and lengths that kernels read."""
         return self._tables.nbytes
 
-    def blocks_of(self, layer_idx: int) -> LayerBlocks:
-        """Where the K and V of a layer lie that has claimed its place."""
-        return self._layers[layer_idx][2]
-
     @property
-    def claimed(self) -> list[int]:
-        """The layers that have their places."""
-        return list(self._layers)
-
-    def has_gap(self, start: int) -> bool:
-        """Whether a token from `start` on is not stored, as of a prompt longer than the window."""
-        return self.manager.has_gap(start)
+    def blocks(self) -> dict[int, LayerBlocks]:
+        """Layer index -> where its K and V lie, of layers that have claimed their places."""
+        return {layer_idx: blocks for layer_idx, (_, _, blocks) in self._layers.items()}
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
@@ -157,7 +138,8 @@ class LayerGroup:
         self._tables.tokens = 0
         for faults in self._faults.values():  # of rows before; here, where there are none to go back to
             faults.reset()
-        self._provide_slots(batch)
+        self.dense.provide_rows(batch)
+        self._grow_slots()
         self.sync_tables()
 
     def reset(self) -> None:
@@ -212,10 +194,6 @@ class LayerGroup:
         self.sync_tables(min(changed))
         self._tables.set_length(reservation.end)
 
-    def check_crop(self, num_tokens: int) -> None:
-        """Raise what `crop` would raise; changes nothing."""
-        self.manager.check_crop(num_tokens)
-
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
         self.manager.crop(num_tokens)
@@ -231,7 +209,8 @@ class LayerGroup:
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference."""
         self.manager.reorder(row_indices)
-        self._provide_slots(self.manager.batch)
+        self.dense.provide_rows(self.manager.batch)
+        self._grow_slots()
         self.sync_tables()
 
     # --- quantized layers -----------------------------------------------------------------------------------
@@ -250,7 +229,7 @@ class LayerGroup:
             return
         slots, ids = split_pairs(full)
         for layer_idx in sorted(self._unguarded & self._layers.keys()):
-            keys = self.blocks_of(layer_idx).keys
+            keys = self._layers[layer_idx][2].keys
             self._judge(layer_idx, keys[torch.tensor(slots, device=keys.device)])
         self._enter_streams(takes_blocks=False)
         for pool in self.pools:
@@ -304,15 +283,17 @@ class LayerGroup:
 
     # --- sizes of pools -------------------------------------------------------------------------------------
 
-    @property
-    def can_grow(self) -> bool:
-        """Whether no other cache is writing where its layers were bound."""
-        return self.store.can_move(self.holder)
+    def grow(self, num_blocks: int) -> bool:
+        """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none.
 
-    def grow(self, num_blocks: int) -> None:
-        """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none."""
+        Returns:
+            False if another cache is writing where its layers were bound: nothing has changed.
+        """
+        if not self.store.can_move(self.holder):
+            return False
         self.store.grow(num_blocks)
         self.bind_again()
+        return True
 
     def shrink(self, num_blocks: int) -> None:
         """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
@@ -389,7 +370,7 @@ class LayerGroup:
         slots = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
         self._grow_slots()
         for layer_idx, layer in saved.layers.items():
-            blocks = self.blocks_of(layer_idx)
+            _, _, blocks = self._layers[layer_idx]
             places = list(ids.values()) if blocks.records is None else slots
             _put(blocks.keys, layer.keys, places)
             _put(blocks.values, layer.values, places)
@@ -516,10 +497,6 @@ class LayerGroup:
         hint = self.specs[layer_idx], self.formats[layer_idx]
         alike = [index for index, spec in self.specs.items() if (spec, self.formats[index]) == hint]
         return sum(1 for index in alike if index not in self._layers)
-
-    def _provide_slots(self, batch: int) -> None:
-        self.dense.provide_rows(batch)
-        self._grow_slots()
 
     def _grow_slots(self) -> None:
         """Make the pools as large as the slots that were given out."""

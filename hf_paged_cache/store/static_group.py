@@ -123,26 +123,14 @@ class StaticGroup(LayerGroup):
         self._tables.set_length(0)
         self._rebuild()
 
-    def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> list[int]:
-        """Nothing: rows keep their blocks."""
-        return []
-
-    def reserve(
-        self, new_tokens: int, changed: list[int], *, keep_history: bool, padding: Sequence[int] = ()
-    ) -> None:
+    def lengthen(self, new_tokens: int) -> None:
         """Count new tokens; their blocks are there, those of padding too."""
         self._tables.set_length(self.num_tokens + new_tokens)
-
-    def check_crop(self, num_tokens: int) -> None:
-        """Nothing was given back, so any shorter length will do."""
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens; the blocks stay."""
         self.manager.version += 1
         self._tables.set_length(num_tokens)
-
-    def release_outside_window(self) -> None:
-        """Nothing: blocks outside the window stay."""
 
     def check_rows(self, count: int) -> None:
         """Raise PagedCacheError unless there are so many rows."""
@@ -154,13 +142,11 @@ class StaticGroup(LayerGroup):
             )
 
     def reorder(self, row_indices: Sequence[int]) -> None:
-        """Copy rows over each other; a compiled step could not copy a shared block when it writes to one.
+        """Copy rows over each other, as many as there are (see `check_rows`).
 
-        Raises:
-            PagedCacheError: The number of rows would change.
+        A compiled step could not copy a shared block when it writes to one.
         """
         rows = self.manager.tables
-        self.check_rows(len(row_indices))
         used = -(-self.num_tokens // self.block_size)
         moved = [(source, row) for row, source in enumerate(row_indices) if row != source]
         for pool in self.pools if moved else ():
@@ -182,7 +168,7 @@ class StaticGroup(LayerGroup):
     def resize(self, row_blocks: int, num_blocks: int) -> None:
         """Other rows: so many blocks each, in pools of so many. Only without rows."""
         self._tables.row_blocks = row_blocks
-        if num_blocks > self.num_blocks:
+        if num_blocks > self.store.num_blocks:
             self.grow(num_blocks)
 
     def _rebuild(self) -> None:
