@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks
+from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, Moves
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, blank_beyond, with_keys_in_int8
 from hf_paged_cache.kernels.call import LayerBlocks
@@ -46,8 +46,6 @@ class LayerGroup:
 
     Attributes:
         window: Tokens a query sees, itself included, or None for all.
-        specs: The same.
-        store: The same.
         formats: Layer index -> how it is stored, None for the model's dtype.
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantized layers are in the model's dtype; false if none ever is.
@@ -75,8 +73,8 @@ class LayerGroup:
         self.manager = BlockManager(store.num_blocks, store.block_size, store.window, pool=store.blocks)
         self.dense = DenseBlocks(0, 0)
         if any(self.formats.values()):
-            sizes = precision.sink_blocks(store.block_size), precision.residual_blocks(store.block_size)
-            self.dense = DenseBlocks(*sizes)
+            size = store.block_size
+            self.dense = DenseBlocks(precision.sink_blocks(size), precision.residual_blocks(size))
         self._guard = guard
         self._unguarded = {i for i in specs if guard != "off" and key_guard.concerns(self.formats[i])}
         self.pools: list[LayerPool] = []
@@ -128,7 +126,9 @@ class LayerGroup:
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
         self.store.streams.enter(shape.device, takes_blocks=True)
-        return self._add_layer(layer_idx, *self._place(layer_idx, shape, self._expected_layers(layer_idx)))
+        hint, left = (self.specs[layer_idx], self.formats[layer_idx]), self.specs.keys() - self._layers.keys()
+        expected = sum((self.specs[index], self.formats[index]) == hint for index in left)
+        return self._add_layer(layer_idx, *self._place(layer_idx, shape, expected))
 
     # --- rows -----------------------------------------------------------------------------------------------
 
@@ -169,25 +169,16 @@ class LayerGroup:
     def reserve(
         self, new_tokens: int, changed: list[int], *, keep_history: bool, padding: Sequence[int] = ()
     ) -> None:
-        """Make room for new tokens of every row, after `let_go`; the caller has seen that there is room.
-
-        Args:
-            new_tokens: Of every row.
-            changed: What `let_go` has returned.
-            keep_history: Windows keep what they would drop.
-            padding: Of every row, leading tokens that need not be stored; empty if there are no more.
-        """
+        """Make room for new tokens, after `let_go` (which tells what has changed); there is room."""
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed = [*changed, reservation.changed_from]
         self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
-        moves = None
-        if self.dense:
-            moves = self.dense.follow(self.manager, reservation)
-            changed += moves.columns
-            self._grow_slots()
+        moves = self.dense.follow(self.manager, reservation) if self.dense else Moves([], [], [])
+        changed += moves.columns
+        self._grow_slots()
         for pool in self.pools:
-            if moves is not None and pool.layout is not None and (moves.copied or moves.unsealed):
+            if pool.layout is not None and (moves.copied or moves.unsealed):
                 pool.follow(moves)
             elif reservation.copies:
                 pool.copy_blocks(*split_pairs(reservation.copies))
@@ -319,8 +310,7 @@ class LayerGroup:
     def export(self, tokens: Mapping[int, int]) -> SavedGroup:
         """All that it holds, in tensors of their own, and nothing of what else lies in its blocks.
 
-        Args:
-            tokens: Layer index -> tokens of every row that this layer has.
+        Of every layer as many `tokens` of every row as it has.
         """
         numbers = {block_id: number for number, block_id in enumerate(self._tokens_in_blocks(0))}
         slots, tables = self.dense.slots_by_id(self.manager), self.manager.tables
@@ -352,11 +342,9 @@ class LayerGroup:
         return SavedLayer(name_of(self.formats[layer_idx]), keys, values, records)
 
     def import_(self, saved: SavedGroup, length: int) -> None:
-        """Fill rows that have just begun with what `export` has taken; they hold nothing, and there is room.
+        """Fill rows that have just begun with what `export` has taken of rows of that length.
 
-        Args:
-            saved: Checked.
-            length: Tokens of every row.
+        It was checked; the rows hold nothing, and there is room.
         """
         for layer_idx, layer in saved.layers.items():
             kv_format = self.formats[layer_idx]
@@ -482,7 +470,7 @@ class LayerGroup:
             self.store.streams.enter(device, takes_blocks=takes_blocks)
 
     def _place(self, layer_idx: int, shape: PoolShape, num_layers: int) -> tuple[LayerPool, int]:
-        """The pool of a layer and its place there, in tensors for so many layers if some have to be made."""
+        """The pool of a layer and its place there; if tensors have to be made, for so many layers."""
         tensors, place = self.store.claim(layer_idx, shape, num_layers)
         pool = next((pool for pool in self.pools if pool.tensors is tensors), None)
         if pool is None:
@@ -492,11 +480,6 @@ class LayerGroup:
 
     def _num_layers_in(self, pool: LayerPool) -> int:
         return sum(held is pool for held, _, _ in self._layers.values())
-
-    def _expected_layers(self, layer_idx: int) -> int:
-        hint = self.specs[layer_idx], self.formats[layer_idx]
-        alike = [index for index, spec in self.specs.items() if (spec, self.formats[index]) == hint]
-        return sum(1 for index in alike if index not in self._layers)
 
     def _grow_slots(self) -> None:
         """Make the pools as large as the slots that were given out."""

@@ -230,13 +230,7 @@ class LayerGroups:
             group.shrink(num_blocks)
 
     def _provide(self, group: LayerGroup, needed: int, at_least: int = 0) -> bool:
-        """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot.
-
-        Args:
-            group: The group.
-            needed: Blocks.
-            at_least: Blocks that it may have in any case.
-        """
+        """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot."""
         group.store.collect()
         missing = needed - group.store.num_available
         if missing <= 0:
@@ -294,11 +288,7 @@ class LayerGroups:
     # --- copies and saved contents --------------------------------------------------------------------------
 
     def fork(self, store: Store | None = None) -> LayerGroups:
-        """The same rows for another cache, by sharing their blocks.
-
-        Args:
-            store: An empty one, if the blocks are to be copied there instead.
-        """
+        """The same rows for another cache, by sharing their blocks, or by copying them to an empty store."""
         copied = copy.copy(self)
         copied._by_window, copied.blocks = {}, {}
         if store is not None:

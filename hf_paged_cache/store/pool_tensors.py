@@ -120,7 +120,7 @@ class PoolTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of K and V, or records."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -173,13 +173,7 @@ class PoolTensors:
         )
 
     def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Held:
-        """What `held` is to be for so many blocks: in the memory where they lie, otherwise copied.
-
-        Args:
-            num_blocks: Not less than now, unless no block has a higher id or those that have are moved.
-            used: Ids of blocks whose content stays.
-            moved: Id -> another one that it will have.
-        """
+        """What `held` is for so many blocks: in the memory where they lie, otherwise copied (see `copy`)."""
         tensors = self._in_place(num_blocks) if num_blocks > self.num_blocks else None
         if tensors is not None:
             return tensors, self.held[1]
@@ -251,13 +245,7 @@ class LayerPool:
         return 0 if self.slots is None else self.slots.nbytes
 
     def bytes_by_format(self, layers: int, blocks: int, slots: int) -> dict[str, int]:
-        """Format -> bytes that layers use of so many blocks; `auto` is the model's dtype.
-
-        Args:
-            layers: How many of this cache live here.
-            blocks: That hold tokens.
-            slots: How many of them quantized layers keep in slots.
-        """
+        """Format -> bytes that so many layers use of so many blocks, those in slots included."""
         size = self.tensors.block_size
         if self.shape.format is None:
             return {"auto": layers * blocks * self.shape.block_bytes(size)}

@@ -98,7 +98,7 @@ class StaticGroup(LayerGroup):
         return self.static_blocks[layer_idx].lengths[0]
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
-        """Give a layer its place, as in `LayerGroup`.
+        """Give a layer its place.
 
         Raises:
             BackendUnavailable: The kernels that a compiled step calls cannot serve this layer.
