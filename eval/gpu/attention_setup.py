@@ -83,7 +83,7 @@ class PagedStack:
         tokens, blocks = self.case.tokens, self.blocks[layer]
         dispatch.write(blocks, self.new_keys, self.new_values, tokens - 1)
         scale = self.case.shape.head_dim**-0.5
-        return dispatch.decode(blocks, Attention(self.query, 0, tokens, scale, mask))
+        return dispatch.decode(blocks, Attention(self.query, 0, tokens, scale, mask))[0]
 
     def step(self) -> None:
         """Every layer, one after the other."""

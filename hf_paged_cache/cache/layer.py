@@ -84,7 +84,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         key_states, value_states = as_attended(key_states), as_attended(value_states)
         if torch.compiler.is_compiling():
             if state.traits.can_be_static and state.would_be_static(key_states.device):
-                return self._update_compiled(key_states, value_states)
+                return compiled_step.update_static(
+                    state.layer_groups.of(self.layer_idx) if state.rows.batch else None,
+                    self.layer_idx,
+                    key_states,
+                    value_states,
+                    is_interrupted=state.has_open_step,
+                    is_attended=state.is_attended(),
+                    wants_gradients=state.rows.gradients_from is not None,
+                )
             return self._update_between_graphs(key_states, value_states)  # type: ignore[no-any-return]
         if state.is_static and state.rows.tokens[self.layer_idx] == state.rows.end:
             state.pull()
@@ -131,7 +139,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             dispatch.write(blocks, stored_keys, stored_values, start)
         state.written(self.layer_idx, stored_keys, stored_values)
         first = self._first_visible(start)
-        return StoredKV(state, blocks, self.layer_idx, first, state.rows.end, key_states, value_states)
+        return StoredKV(state, blocks, self.layer_idx, first, state.rows.end, (key_states, value_states))
 
     def update_traced(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache: int
@@ -182,7 +190,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def length_tensor(self) -> torch.Tensor:
         """Tokens of a static row, as the device knows it; the host does not wait for it."""
-        return self._static_group().length_tensor(self.layer_idx)
+        group = self._state.layer_groups.of(self.layer_idx)
+        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
+        return group.length_tensor(self.layer_idx)
 
     def get_max_length(self) -> int:
         """Tokens that a static row can hold, otherwise -1: the pool bounds the sum over rows."""
@@ -318,37 +328,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if self._state.rows.gradients_from is not None and torch.is_grad_enabled():
             return stored.in_graph(*stored.views())
         return stored.views()
-
-    def _static_group(self) -> StaticGroup:
-        group = self._state.layer_groups.of(self.layer_idx)
-        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
-        return group
-
-    def _update_compiled(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = self._state.layer_groups.of(self.layer_idx) if self._state.rows.batch else None
-        if not isinstance(group, StaticGroup) or self.layer_idx not in group.static_blocks:
-            compiled_step.refuse(
-                "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
-                "call the model itself for it (`generate` does, unless `prefill_chunk_size` is given)"
-            )
-            raise AssertionError("refuse has raised")
-        if self._state.has_open_step:
-            compiled_step.refuse(
-                "a forward was interrupted and left some layers behind; call the model itself once, which "
-                "takes it back, or `cache.reset()`"
-            )
-        return compiled_step.update(
-            group.static_blocks[self.layer_idx],
-            group.window,
-            key_states,
-            value_states,
-            remember=self._state.is_attended(),
-            is_vetted=self.layer_idx in group.vetted,
-            reader=group.readers.get(self.layer_idx),
-            wants_gradients=self._state.rows.gradients_from is not None,
-        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
     def _update_between_graphs(

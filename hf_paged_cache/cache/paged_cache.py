@@ -26,7 +26,7 @@ from hf_paged_cache.forward.contents import ModelTraits
 from hf_paged_cache.forward.ownership import check_prompt
 from hf_paged_cache.forward.recurrent_state import HostParts
 from hf_paged_cache.forward.state import CacheState
-from hf_paged_cache.host import architectures, compat, running_forward
+from hf_paged_cache.host import architectures, compat, generation, running_forward
 from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
 
@@ -261,7 +261,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         length: Any = super().get_seq_length(layer_idx)
         if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
             return length  # type: ignore[no-any-return]
-        return compat.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
+        return generation.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
 
     def _meet_prompt(self, tokens: int, ids: torch.Tensor | None, model: torch.nn.Module | None) -> int:
         """How many of the tokens of a prompt are left to feed.
@@ -346,7 +346,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
                 prompt then, after what is cached.
         """
-        prompt, held = running_forward.drafts_feed_all_of(), self._num_tokens
+        prompt, held = generation.drafts_feed_all_of(), self._num_tokens
         if prompt is not None and held:
             raise CacheMismatchError(
                 f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "

@@ -9,7 +9,8 @@ from hf_paged_cache.errors import CacheMismatchError
 from .ownership import owner_after
 
 if TYPE_CHECKING:
-    from hf_paged_cache.host.running_forward import ModelCall, Place
+    from hf_paged_cache.host.frames import Place
+    from hf_paged_cache.host.running_forward import ModelCall
 
     from .rows import Rows
 

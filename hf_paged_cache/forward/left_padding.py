@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.running_forward import ModelCall, Place
+from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.running_forward import ModelCall
 
 from .positions import Run, discontinuous, joined, next_positions, runs_of
 

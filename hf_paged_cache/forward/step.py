@@ -26,7 +26,7 @@ from .undo import Undo
 if TYPE_CHECKING:
     import torch
 
-    from hf_paged_cache.host.running_forward import Place
+    from hf_paged_cache.host.frames import Place
 
     from .left_padding import Padding
 

@@ -14,7 +14,8 @@ from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hf_paged_cache.host.running_forward import ModelCall, Place
+    from hf_paged_cache.host.frames import Place
+    from hf_paged_cache.host.running_forward import ModelCall
 
 _BEGINNING = 16
 """Tokens that tell one text from another."""

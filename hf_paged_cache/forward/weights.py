@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_paged_cache.host.plain_tensors import plain_tensors
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 from hf_paged_cache.store.saved import SavedWeight, SavedWeights
 
 _WATCH = "_hf_paged_cache_watch"

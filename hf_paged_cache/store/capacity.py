@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host import running_forward
+from hf_paged_cache.host import generation
 
 from .device.memory import free_memory_bytes, total_memory_bytes
 
@@ -109,7 +109,7 @@ class Capacity:
         """Tokens of rows that begin with so many; None if they may as well be full."""
         if self.is_asked_for or not _is_taken_at_once(device):
             return None
-        return max(running_forward.generated_length() or tokens + _RESERVE_TOKENS, tokens)
+        return max(generation.generated_length() or tokens + _RESERVE_TOKENS, tokens)
 
     def grown_blocks(self, store: WindowStore, missing: int, at_least: int) -> int:
         """What a store grows to that lacks so many blocks; it may have `at_least` so many in any case."""
@@ -121,7 +121,7 @@ class Capacity:
         """What a store grows to where no more is missing."""
         if store.window is not None:  # what layers take for a chunk is given back, so it is no more than that
             return rows * self.window_blocks(store.window)
-        if not self.is_asked_for and (length := running_forward.generated_length()) is not None:
+        if not self.is_asked_for and (length := generation.generated_length()) is not None:
             return rows * -(-length // self._config.block_size)
         if _grows_in_place(store):
             return store.num_blocks + rows * -(-_RESERVE_TOKENS // self._config.block_size)

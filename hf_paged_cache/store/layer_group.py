@@ -164,13 +164,13 @@ class LayerGroup:
         """
         self.bind_again()
         changed = self.dense.release_full(self.manager, new_tokens)
-        return changed + self.manager.let_go(new_tokens, keep_history=keep_history, padding=padding)
+        return changed + self.manager.let_go(new_tokens, keep_history=keep_history, padding_tokens=padding)
 
     def reserve(
         self, new_tokens: int, changed: list[int], *, keep_history: bool, padding: Sequence[int] = ()
     ) -> None:
         """Make room for new tokens, after `let_go` (which tells what has changed); there is room."""
-        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
+        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding_tokens=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed = [*changed, reservation.changed_from]
         self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)

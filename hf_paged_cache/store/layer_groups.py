@@ -185,7 +185,9 @@ class LayerGroups:
             if new_tokens == 1 and not keep_history:
                 self._give_back_chunk(group)
             group.store.collect()  # first: a block that only a dropped cache shares need not be copied
-            needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history, padding=padding)
+            needed = group.manager.blocks_needed(
+                new_tokens, keep_history=keep_history, padding_tokens=padding
+            )
             self._make_room(group, batch, new_tokens, needed)
         for group in self.all:
             group.seal_full(new_tokens)

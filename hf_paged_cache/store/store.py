@@ -15,13 +15,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host import running_forward
+from hf_paged_cache.host.frames import Place
 
 from .holder import Saved
 
 if TYPE_CHECKING:
-    from hf_paged_cache.host.running_forward import Place
-
     from .holder import Restore
     from .window_store import WindowStore
 
@@ -71,7 +69,7 @@ class Store:
         with self.lock:
             if not self.recover():
                 raise PagedCacheError("the cache is in the middle of a change; call this after it")
-            self._undo = running_forward.here(), self._saver(save)
+            self._undo = Place.here(), self._saver(save)
             try:
                 result = make()
             except BaseException:
