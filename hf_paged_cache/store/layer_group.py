@@ -13,7 +13,7 @@ import torch
 
 from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, Moves
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.formats import KVFormat, blank_beyond, with_keys_in_int8
+from hf_paged_cache.formats import KVFormat, blank_beyond, format_name, with_keys_in_int8
 from hf_paged_cache.kernels.call import LayerBlocks
 
 from . import key_guard
@@ -21,12 +21,12 @@ from .device.fault_flags import Faults
 from .device.tables import DeviceTables
 from .holder import Holder, Saved
 from .pool_tensors import LayerPool, PoolShape, split_pairs
-from .precision import Precision, name_of
 from .saved import SavedGroup, SavedLayer
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import KeyErrorGuard, LayerSpec
 
+    from .precision import Precision
     from .window_store import WindowStore
 
 
@@ -40,8 +40,8 @@ class LayerGroup:
     Args:
         specs: Layer index -> what the config says of that layer.
         store: Whose blocks it takes; other caches may take of them too.
+        precision: How layers are stored.
         row_blocks: Blocks of the longest row that is expected; tables are made that wide.
-        precision: How layers are stored; None as they come.
         guard: What is done where the K of a layer are unfit for 4 bits.
 
     Attributes:
@@ -60,15 +60,14 @@ class LayerGroup:
         self,
         specs: dict[int, LayerSpec],
         store: WindowStore,
+        precision: Precision,
         *,
         row_blocks: int,
-        precision: Precision | None = None,
         guard: KeyErrorGuard = "off",
     ) -> None:
         self.window = store.window
         self.specs = specs
         self.store = store
-        precision = precision or Precision(dict.fromkeys(specs))
         self.formats = {index: precision.formats[index] for index in specs}
         self.manager = BlockManager(store.num_blocks, store.block_size, store.window, pool=store.blocks)
         self.dense = DenseBlocks(0, 0)
@@ -339,7 +338,7 @@ class LayerGroup:
             encoded = [block_id for block_id in held if block_id not in slots]
             counts = index(held[block_id] for block_id in encoded)
             records = pool.layout.first_tokens(blocks.records[index(encoded)], counts)
-        return SavedLayer(name_of(self.formats[layer_idx]), keys, values, records)
+        return SavedLayer(format_name(self.formats[layer_idx]), keys, values, records)
 
     def import_(self, saved: SavedGroup, length: int) -> None:
         """Fill rows that have just begun with what `export` has taken of rows of that length.

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_paged_cache.errors import PoolExhausted
+from hf_paged_cache.formats import format_name
 
 from .capacity import Capacity
 from .holder import Saved
 from .layer_group import LayerGroup
 from .pool_tensors import PoolShape
-from .precision import Precision, name_of
+from .precision import Precision
 from .store import Store
 from .window_store import WindowStore
 
@@ -80,12 +81,12 @@ class LayerGroups:
         formats = dict(self.precision.formats)
         for group in self.all:
             formats.update(group.formats)
-        return {index: name_of(each) for index, each in formats.items()}
+        return {index: format_name(each) for index, each in formats.items()}
 
     def moved_layers(self) -> dict[int, str]:
         """Layer index -> name of the format it was to have, of layers that the guard gave another."""
         now = self.layer_dtypes()
-        asked = {index: name_of(each) for index, each in self.precision.formats.items()}
+        asked = {index: format_name(each) for index, each in self.precision.formats.items()}
         return {index: name for index, name in asked.items() if name != now[index]}
 
     def bytes_by_format(self) -> dict[str, int]:
@@ -398,12 +399,12 @@ class LayerGroups:
         if self.is_static:
             from .static_group import StaticGroup  # with all that only compiled steps need
 
-            return StaticGroup(specs, store, row_blocks=num_blocks // batch)
+            return StaticGroup(specs, store, self.precision, row_blocks=num_blocks // batch)
         return LayerGroup(
             specs,
             store,
+            self.precision,
             row_blocks=self._capacity.row_blocks(size),
-            precision=self.precision,
             guard=self._config.key_error_guard,
         )
 

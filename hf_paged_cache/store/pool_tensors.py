@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_paged_cache.formats import blank_beyond
+from hf_paged_cache.formats.record import blank_beyond
 from hf_paged_cache.kernels import dispatch
 
 from .device.memory import allocate

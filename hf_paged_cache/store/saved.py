@@ -15,8 +15,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
-from hf_paged_cache.blocks import NULL_BLOCK
 from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.kernels.call import NULL_BLOCK
 
 VERSION = 2
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
 
+    from .precision import Precision
     from .window_store import WindowStore
 
 DEVICES = frozenset({"cuda"})
@@ -45,10 +46,7 @@ class Reader:
 class StaticGroup(LayerGroup):
     """A layer group whose rows have `row_blocks` blocks each, whatever they hold.
 
-    Args:
-        specs: Layer index -> what the config says of that layer.
-        store: Whose blocks it takes, alone. Those outside a window stay.
-        row_blocks: Blocks of every row.
+    It has its store alone, and blocks outside a window stay.
 
     Attributes:
         static_blocks: Layer index -> what a compiled step reads and writes.
@@ -58,8 +56,10 @@ class StaticGroup(LayerGroup):
 
     HAS_FIXED_ROWS = True
 
-    def __init__(self, specs: dict[int, LayerSpec], store: WindowStore, *, row_blocks: int) -> None:
-        super().__init__(specs, store, row_blocks=row_blocks)
+    def __init__(
+        self, specs: dict[int, LayerSpec], store: WindowStore, precision: Precision, *, row_blocks: int
+    ) -> None:
+        super().__init__(specs, store, precision, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
         self.readers: dict[int, Reader] = {}
         self.vetted: set[int] = set()
