@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Self
@@ -13,7 +13,7 @@ import torch
 
 from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, Moves
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.formats import KVFormat, blank_beyond, format_name, with_keys_in_int8
+from hf_paged_cache.formats import KVFormat, format_name, with_keys_in_int8
 from hf_paged_cache.kernels.call import LayerBlocks
 
 from . import key_guard
@@ -324,20 +324,14 @@ class LayerGroup:
         )
 
     def _export_layer(self, layer_idx: int, tokens: int, slots: Mapping[int, int]) -> SavedLayer:
-        pool, _, blocks = self._layers[layer_idx]
-        held, device = self._tokens_in_blocks(tokens), blocks.keys.device
-
-        def index(numbers: Iterable[int]) -> torch.Tensor:
-            return torch.tensor([*numbers], dtype=torch.long, device=device)
-
-        places = {block_id: block_id for block_id in held} if pool.layout is None else slots
-        where, counts = index(places.values()), index(held[block_id] for block_id in places)
-        keys, values = (blank_beyond(side[where], counts) for side in (blocks.keys, blocks.values))
-        records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=device)
-        if pool.layout is not None and blocks.records is not None:
-            encoded = [block_id for block_id in held if block_id not in slots]
-            counts = index(held[block_id] for block_id in encoded)
-            records = pool.layout.first_tokens(blocks.records[index(encoded)], counts)
+        pool, place, _ = self._layers[layer_idx]
+        held = self._tokens_in_blocks(tokens)
+        if pool.slots is None:
+            keys, values = pool.tensors.export(place, held)
+            records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=keys.device)
+        else:
+            keys, values = pool.slots.export(place, {slot: held[i] for i, slot in slots.items()})
+            (records,) = pool.tensors.export(place, {i: n for i, n in held.items() if i not in slots})
         return SavedLayer(format_name(self.formats[layer_idx]), keys, values, records)
 
     def import_(self, saved: SavedGroup, length: int) -> None:
@@ -357,12 +351,13 @@ class LayerGroup:
         slots = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
         self._grow_slots()
         for layer_idx, layer in saved.layers.items():
-            _, _, blocks = self._layers[layer_idx]
-            places = list(ids.values()) if blocks.records is None else slots
-            _put(blocks.keys, layer.keys, places)
-            _put(blocks.values, layer.values, places)
-            if blocks.records is not None:
-                _put(blocks.records, layer.records, [ids[number] for number in saved.encoded])
+            pool, place, _ = self._layers[layer_idx]
+            if pool.slots is None:
+                pool.tensors.import_(place, [*ids.values()], (layer.keys, layer.values))
+            else:
+                pool.slots.import_(place, slots, (layer.keys, layer.values))
+                encoded = [ids[number] for number in saved.encoded]
+                pool.tensors.import_(place, encoded, (layer.records,))
         self.sync_tables()
         self._tables.set_length(length)
 
@@ -498,8 +493,3 @@ class LayerGroup:
             for column, block_id in enumerate(table.ids)
             if block_id != NULL_BLOCK
         }
-
-
-def _put(target: torch.Tensor, contents: torch.Tensor, places: Sequence[int]) -> None:
-    with torch.no_grad():
-        target[torch.tensor(places, dtype=torch.long, device=target.device)] = contents.to(target.device)

@@ -162,15 +162,29 @@ class PoolTensors:
             for block_id, tokens in used.items():
                 content = old[block_id]
                 if tokens < self.block_size:
-                    content = self.first_tokens(content[None], torch.tensor([tokens], device=old.device))[0]
+                    content = self._first_tokens(content[None], self._indices([tokens]))[0]
                 new[moved.get(block_id, block_id)] = content
         return copied
 
-    def first_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Copies of what lies in blocks, in which nothing is left but the first tokens `[blocks]` of each."""
-        return (
-            blank_beyond(blocks, tokens) if self.layout is None else self.layout.first_tokens(blocks, tokens)
-        )
+    def export(self, place: int, tokens: Mapping[int, int]) -> list[torch.Tensor]:
+        """What one layer has in blocks, given as id -> first tokens of it: `[blocks, kv_heads, ...]`."""
+        ids, counts = (self._indices([*each]) for each in (tokens.keys(), tokens.values()))
+        return [self._first_tokens(tensor[ids, place], counts) for tensor in self.tensors]
+
+    def import_(self, place: int, ids: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
+        """Put what `export` has taken of a layer into blocks."""
+        with torch.no_grad():
+            for tensor, content in zip(self.tensors, contents, strict=True):
+                tensor[self._indices(ids), place] = content.to(tensor.device)
+
+    def _indices(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.shape.device)
+
+    def _first_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Copies of blocks in which nothing is left but the first tokens `[blocks]` of each."""
+        if self.layout is None:
+            return blank_beyond(blocks, tokens)
+        return self.layout.first_tokens(blocks, tokens)
 
     def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Held:
         """What `held` is for so many blocks: in the memory where they lie, otherwise copied (see `copy`)."""
