@@ -228,11 +228,6 @@ class BlockPool:
         """The blocks with at least one reference, in order."""
         return [block_id for block_id, count in enumerate(self._ref_counts) if count]
 
-    def restricted_to(self, tables: Iterable[Iterable[int]]) -> BlockPool:
-        """A pool of the same size and ids where only these tables hold blocks, which keep their states."""
-        held = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
-        return _pool_of(self.num_blocks, held, self._states)
-
     def rebuild(self, num_blocks: int, holdings: Iterable[tuple[Sequence[int], int]]) -> None:
         """Find all counts and states anew, whatever they are now.
 

@@ -19,7 +19,7 @@ def copy_into(paged: Any, other: Cache) -> None:
     """Store in an empty `PagedCache` what another cache holds.
 
     Raises:
-        PagedCacheError: The other has other layers, keeps K and V in a form that is not dense, or has dropped
+        PagedCacheError: The other has other layers, keeps K and V that are not dense, or has dropped
             tokens that a layer of this cache needs.
     """
     if isinstance(other, EncoderDecoderCache) or not isinstance(other, Cache):

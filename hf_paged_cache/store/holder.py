@@ -37,7 +37,7 @@ class RunningStep(Protocol):
 
 @dataclass(eq=False)
 class Holder:
-    """Somebody who holds blocks of a window store.
+    """A layer group of one cache, as the window store knows it whose blocks it holds.
 
     Attributes:
         manager: Which blocks, in which rows.

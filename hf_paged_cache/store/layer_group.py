@@ -395,12 +395,9 @@ class LayerGroup:
         copied.formats, copied._unguarded = dict(self.formats), {*self._unguarded}
         copied._faults = {device: faults.copy() for device, faults in self._faults.items()}
         tensors = [pool.tensors for pool in self.pools]
-        if store is None:
-            copied.manager = self.manager.fork()
-        else:
+        copied.manager = self.manager.fork(None if store is None else store.blocks)
+        if store is not None:
             copied.store = store
-            copied.manager = BlockManager(store.num_blocks, self.block_size, self.window, pool=store.blocks)
-            copied.manager.restore(self.manager.save())
             for pool in self.pools:
                 kept = slots if pool.layout is not None else {}
                 used = {i: tokens for i, tokens in held.items() if tokens and i not in kept}
@@ -415,8 +412,6 @@ class LayerGroup:
             copied._add_layer(layer_idx, copied.pools[self.pools.index(pool)], place)
         copied._store_version = copied.store.version
         copied.store.join(copied.holder)
-        if store is not None:
-            store.rebuild()
         return copied
 
     # --- tables and pointers --------------------------------------------------------------------------------
@@ -455,7 +450,7 @@ class LayerGroup:
         blocks.form = pool.layout
         if pool.layout is not None and device.type != "cpu":
             if device not in self._faults:
-                self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
+                self._faults[device] = Faults(device, [i for i, each in self.formats.items() if each])
             blocks.fault = self._faults[device].of(layer_idx)
 
     def _enter_streams(self, *, takes_blocks: bool) -> None:

@@ -2,7 +2,7 @@
 
 A compiled step runs no Python: it finds tables, lengths and pools where they were when it was traced, and
 counts new tokens itself, on the device. So a row gets all its blocks at once, tensors stay in place, and the
-host asks for the length when somebody wants to know it. (The static cache of `transformers` works by the same
+host asks for the length when it is asked for it. (The static cache of `transformers` works by the same
 rules.)
 """
 
@@ -51,7 +51,7 @@ class StaticGroup(LayerGroup):
     Attributes:
         static_blocks: Layer index -> what a compiled step reads and writes.
         readers: Layer index -> what has read it last.
-        vetted: Layers where the kernel was seen to compute what the model's eager function does.
+        vetted: Layers whose model's eager function computes what the kernel does, as a try has shown.
     """
 
     HAS_FIXED_ROWS = True
@@ -173,14 +173,14 @@ class StaticGroup(LayerGroup):
 
     def _rebuild(self) -> None:
         """Note where everything lies, and that it will stay there."""
-        seen: set[torch.device] = set()
+        counted: set[torch.device] = set()
         for layer_idx, (pool, place, blocks) in self._layers.items():
             assert blocks.lengths is not None, "static groups keep lengths on every device"
             device = pool.shape.device
             lengths = blocks.lengths.on_device
             self.static_blocks[layer_idx] = StaticBlocks(
-                pool.keys, pool.values, place, blocks.table, lengths, advances=device not in seen
+                pool.keys, pool.values, place, blocks.table, lengths, advances=device not in counted
             )
-            seen.add(device)
+            counted.add(device)
             for tensor in (pool.keys, pool.values, blocks.table, lengths):
                 torch._dynamo.mark_static_address(tensor)

@@ -77,9 +77,9 @@ class WindowStore:
         return sum(tensors.nbytes for tensors in self.tensors)
 
     def join(self, holder: Holder) -> None:
-        """Count somebody among the holders, and take its blocks back when it is dropped."""
+        """Count another holder, and take its blocks back when it is dropped."""
         self._holders.add(holder)
-        # In the middle of anything, so blocks are only noted here.
+        # In the middle of anything, so its blocks are only remembered here.
         weakref.finalize(holder, self._left.append, holder.manager).atexit = False
 
     def can_move(self, asking: Holder) -> bool:
@@ -114,7 +114,7 @@ class WindowStore:
             for each, before in zip(tensors, held, strict=True):
                 each.held = before
             if self.version != version:
-                self.version += 1  # somebody may have found the larger tensors already
+                self.version += 1  # the larger tensors may have been found already
             self.rebuild(num_blocks)
 
         return restore

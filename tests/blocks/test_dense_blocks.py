@@ -24,7 +24,7 @@ class Rows:
         self.slots: dict[int, str] = {}
 
     def reserve(self, new_tokens: int, *, keep_history: bool = False, padding: tuple[int, ...] = ()) -> None:
-        self.step(new_tokens, keep_history=keep_history, padding_tokens=padding)
+        self.step(new_tokens, keep_history=keep_history, padding=padding)
         self.dense.check_integrity(self.manager)
 
     def step(self, new_tokens: int, *, keep_history: bool = False, padding: tuple[int, ...] = ()) -> None:

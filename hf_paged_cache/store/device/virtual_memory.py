@@ -199,7 +199,7 @@ def growing_memory(device: torch.device) -> GrowingMemory | None:
 
 
 def _checked_driver(device: torch.device) -> Driver | None:
-    """The driver of a device, if a tensor was seen to keep its content while its memory grew."""
+    """The driver of a device, if a tensor keeps its content while its memory grows."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     try:
