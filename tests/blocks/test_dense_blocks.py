@@ -43,7 +43,7 @@ class Rows:
         """One token for each row, as a step of decoding does; none for a row that goes on with padding."""
         end = self.manager.num_tokens + 1
         starts = [table.num_tokens for table in self.manager.tables]
-        self.reserve(1, padding_tokens=tuple(min(n, end) for n in padding))
+        self.reserve(1, padding=tuple(min(n, end) for n in padding))
         for table, start, token in zip(self.manager.tables, starts, tokens, strict=True):
             if not token:
                 continue
