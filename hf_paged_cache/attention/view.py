@@ -63,7 +63,7 @@ class StoredKV:
     @property
     def has_gap(self) -> bool:
         """Whether some token of a window is not stored."""
-        return self.group.window is not None and self.group.has_gap(self.start)
+        return self.group.window is not None and self.group.manager.has_gap(self.start)
 
     @property
     def is_current(self) -> bool:

@@ -280,13 +280,17 @@ class BlockManager:
         self.tables = new
         self.version += 1
 
-    def fork(self) -> BlockManager:
-        """Another manager with the same rows, by sharing their blocks."""
-        copied = BlockManager(self.pool.num_blocks, self.block_size, self.window, pool=self.pool)
-        copied.tables = [table.fork() for table in self.tables]
-        copied.first_held = self.first_held
-        self.pool.share(self._stored_ids())
-        return copied
+    def fork(self, pool: BlockPool | None = None) -> BlockManager:
+        """The same rows in another manager, by sharing their blocks or by the same ids in an empty pool."""
+        pool_of_fork = self.pool if pool is None else pool
+        fork = BlockManager(pool_of_fork.num_blocks, self.block_size, self.window, pool=pool_of_fork)
+        fork.tables = [table.fork() for table in self.tables]
+        fork.first_held = self.first_held
+        if pool is None:
+            self.pool.share(self._stored_ids())
+        else:
+            pool.rebuild(pool.num_blocks, fork.holdings())
+        return fork
 
     def adopt(
         self, tables: Sequence[Sequence[int]], num_tokens: int, padding_tokens: Sequence[int]
