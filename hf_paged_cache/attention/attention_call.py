@@ -96,7 +96,7 @@ class AttentionCall:
         if q_tokens <= MAX_DECODE_TOKENS and reads_own and not stored.has_gap:
             question = Attention(query, stored.start, stored.end, float(self.scale), mask, is_causal)
             question.softcap, question.sinks = self.softcap, self.sinks
-            return dispatch.decode(stored.blocks, question)
+            return dispatch.decode(stored.blocks, question)[0]
         assert stored.fresh is not None, "only views returned by `update` come this far"
         with without_autocast(query):
             return attend_with_history(

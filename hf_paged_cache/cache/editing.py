@@ -16,7 +16,7 @@ from hf_paged_cache.host import architectures
 
 from . import convert
 from .arguments import as_count
-from .state_dict import as_state_dict, contents_of, load_contents
+from .state_dict import as_state_dict, load
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -112,9 +112,7 @@ class CacheTools:
             PagedCacheError: They are of another model, of other settings, or damaged.
             PoolExhausted: They do not fit into the pool.
         """
-        state = self._movable("load_state_dict")
-        contents = contents_of(state, self._hosts, state_dict)
-        load_contents(state, self._hosts, self.layers, contents)
+        load(self._movable("load_state_dict"), self._hosts, self.layers, state_dict)
 
     # --- the text in the cache ------------------------------------------------------------------------------
 
@@ -270,6 +268,6 @@ class CacheTools:
         state = self._state
         if self._hosts or any(group.window is not None for group in state.groups):
             return "layers with a window or a recurrent state do not hold all of the history"
-        if any(group.dense is not None or any(group.formats.values()) for group in state.groups):
+        if any(any(group.formats.values()) for group in state.groups):
             return "moving the tokens behind would encode them a second time"
         return architectures.why_keys_have_positions(self._config)

@@ -184,7 +184,7 @@ class CacheState(Contents):
         caches of the pool could replace its tensors, and from now on they cannot.
         """
         step = self.step
-        if step is None or not self.layer_groups.of(layer_idx).section.is_shared or not step.is_over:
+        if step is None or not self.layer_groups.of(layer_idx).store.is_shared or not step.is_over:
             return
 
         def make() -> None:
