@@ -118,7 +118,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             raise
         wants_gradients = key_states.requires_grad or value_states.requires_grad
         if torch.is_grad_enabled() and (wants_gradients or state.rows.gradients_from is not None):
-            return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
+            return stored.in_graph(is_lazy=False)  # below a view the gradient would be lost
         if state.is_attended():
             return stored.views()
         keys, values = stored.dense()  # a compiler around the host's attention (flex) sees nothing in a view
@@ -322,7 +322,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
         if self._state.rows.gradients_from is not None and torch.is_grad_enabled():
-            return stored.in_graph(*stored.views())
+            return stored.in_graph(is_lazy=True)
         return stored.views()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is

@@ -89,7 +89,7 @@ class CacheState(Contents):
             return None
         self.settle()
         call = running_forward.current()
-        if call.forward.frame is None and write is None:
+        if not call.forward.is_known and write is None:
             return None
         self.check_lost()
         return call
@@ -355,7 +355,7 @@ class CacheState(Contents):
         may_write = owner is None or (isinstance(owner, Weights) and owner.has_buffers)
         if may_write and not self.traits.is_encoder_decoder:
             call = running_forward.current()
-            if call.root.frame is not None:
+            if call.root.is_known:
                 self._take_weights(call, self.rows.end)
 
     def _take_weights(self, call: ModelCall, tokens: int) -> None:
