@@ -71,6 +71,8 @@ class Contents:
         rows: What all layers hold alike. With static rows it is what they held at the last `pull`.
         layer_groups: Layers that share block tables, all groups as one.
         is_attended: Tells whether attention of this package reads the cache now.
+        has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
+        has_open_step: Some layer of static rows has yet to join the step in progress.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class Contents:
         self.rows = Rows(specs)
         self.layer_groups = LayerGroups(config, specs, max_positions)
         self.is_attended = is_attended
+        self.has_masks = self.has_open_step = False
+        self.forget_user()
 
     @property
     def groups(self) -> list[LayerGroup]:
@@ -237,7 +241,7 @@ class Contents:
         return copied
 
     def forget_user(self) -> None:
-        """Belong to no thread and no forward, as a copy does."""
+        """Belong to no thread and no forward, as a new cache and a copy do."""
         self.rows.equal_rows = 0
 
     def with_contents(

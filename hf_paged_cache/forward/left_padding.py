@@ -233,10 +233,8 @@ class Padding:
         left = Padding(runs=runs, end=after(self.end))
         return replace(left, tokens=tokens, is_left_out=self.is_left_out) if any(tokens) else left
 
-    def mask(self, tokens: int) -> torch.Tensor | None:
-        """The mask `[rows, tokens]` that hides what is not stored; None if all is."""
-        if not self.unstored:
-            return None
+    def mask(self, tokens: int) -> torch.Tensor:
+        """The mask `[rows, tokens]` that hides what is `unstored`, in rows of which some is."""
         return torch.arange(tokens) >= torch.tensor(self.unstored)[:, None]
 
     def state_dict(self) -> dict[str, Any]:

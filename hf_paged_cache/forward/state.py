@@ -24,12 +24,10 @@ from .step import Step, no_new_tokens
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from hf_paged_cache.config import PagedCacheConfig
-    from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.pool_tensors import NewTokens
 
-    from .contents import ModelTraits, Outside
+    from .contents import Outside
     from .left_padding import Padding
     from .undo import Undo
 
@@ -39,24 +37,10 @@ class CacheState(Contents):
 
     Attributes:
         step: The forward in progress, or the last one as long as somebody has to look at how it ended.
-        has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
-        has_open_step: Some layer of static rows has yet to join the step in progress.
     """
 
     step: Step | None
     _noted: NotedMask | None
-
-    def __init__(
-        self,
-        config: PagedCacheConfig,
-        specs: dict[int, LayerSpec],
-        max_positions: int | None,
-        traits: ModelTraits,
-        is_attended: Callable[[], bool],
-    ) -> None:
-        super().__init__(config, specs, max_positions, traits, is_attended)
-        self.has_masks = self.has_open_step = False
-        self.forget_user()
 
     @property
     def is_open(self) -> bool:
@@ -396,7 +380,7 @@ class CacheState(Contents):
         self._close_step()
 
     def forget_user(self) -> None:
-        """Belong to no thread and no forward, as a copy does."""
+        """Belong to no thread and no forward, as a new cache and a copy do."""
         super().forget_user()
         self.step = self._noted = None
         self._equal_rows, self._caller = EqualRows(), Caller()
