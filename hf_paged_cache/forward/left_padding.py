@@ -288,12 +288,9 @@ class Padding:
         """Whether every row gets one token, and it is the one that follows."""
         if forward.end - forward.start > 1 or not forward.start:
             return False
-        ahead, expected = forward.start - self.end, []
-        for runs in self.runs:
-            if not runs or runs[-1].end != self.end:
-                return False
-            following = runs[-1].next_position
-            expected.append(None if following is None else following + ahead)
+        if not all(runs and runs[-1].end == self.end for runs in self.runs):
+            return False
+        expected = [runs[-1].next_position for runs in self._up_to(forward.start).runs]
         found = [None] * len(expected) if positions is None else positions[:, 0].tolist()
         return found == expected and bool(forward.real().all())
 

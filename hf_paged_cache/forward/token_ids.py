@@ -55,13 +55,9 @@ class TokenIds:
             self._put(prompt[:, start:end], start, end)
 
     def check_prompt(self, ids: torch.Tensor) -> None:
-        """Raise unless a prompt begins with what is known; it then tells of later tokens.
+        """Raise CacheMismatchError unless a prompt `[rows, tokens]` begins with what is known.
 
-        Args:
-            ids: `[rows, tokens]`, of as many rows, or of more where all rows of one cached sequence go on.
-
-        Raises:
-            CacheMismatchError: It disagrees; the message says where.
+        It may have more rows where all of them go on from one cached sequence. It then tells of later tokens.
         """
         shared = self.shared_prefix(ids)
         if shared < min(self.count, ids.shape[1]):
@@ -99,11 +95,7 @@ class TokenIds:
         return length if same.all() else int(same.argmin())
 
     def commit(self, ids: torch.Tensor, length: int) -> None:
-        """Learn the ids of all `length` cached tokens.
-
-        Raises:
-            PagedCacheError: There are too few, or they disagree with what a forward was fed.
-        """
+        """Learn the ids of all `length` cached tokens; a PagedCacheError if they disagree with known ones."""
         if ids.shape[1] < length:
             raise PagedCacheError(
                 f"input_ids has {ids.shape[1]} tokens per row, but the cache holds {length}; pass the ids of "
