@@ -29,7 +29,7 @@ import copy
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -230,11 +230,18 @@ class _Watch:
         self.model = weakref.ref(model)
         survey = _Survey()
         survey.visit(model, "", is_moved=False)
-        adapted = [module for module in survey.modules if _adapters_of(module) is not None]
-        self._adapters = [_adapters_of(module) for module in adapted]
+        adapted = [weakref.ref(module) for module in survey.modules if _adapters_of(module) is not None]
+        counted = [weight.tensor for weight in survey.weights if weight.version is not None]
+        placed = [weight.tensor for weight in survey.weights if weight.address]
+        self._watched: list[tuple[Callable[[Any], Any], list[Any]]] = [
+            (_version, counted),
+            (_address, placed),
+            (_adapters_of, adapted),
+        ]
+        self._before = self._now()
         modules = frozenset(map(id, survey.modules))
         has_buffers = any(weight.is_buffer for weight in survey.weights)
-        self.weights = Weights(self.model, modules, survey.weights, tuple(self._adapters), has_buffers)
+        self.weights = Weights(self.model, modules, survey.weights, tuple(self._before[-1]), has_buffers)
         if before is not None and before.modules == modules and before.difference(self.weights) is None:
             self.weights = before  # caches hold it already
         self._all_steps = _steps[_ALL]
@@ -242,11 +249,6 @@ class _Watch:
         self._modules = [weakref.ref(module, self._gone.append) for module in survey.modules]
         self._dicts = [each.values() for module in survey.modules for each in _dicts_of(module)]
         self._members = list(map(id, chain.from_iterable(self._dicts)))
-        self._adapted = [weakref.ref(module) for module in adapted]
-        counted = [weight for weight in survey.weights if weight.version is not None]
-        placed = [weight for weight in survey.weights if weight.address]
-        self._counted, self._versions = [each.tensor for each in counted], [each.version for each in counted]
-        self._placed, self._addresses = [each.tensor for each in placed], [each.address for each in placed]
 
     def is_unchanged(self) -> bool:
         """Whether all is as it was when this was made."""
@@ -255,12 +257,13 @@ class _Watch:
                 not self._gone
                 and self._all_steps == _steps[_ALL]
                 and list(map(id, chain.from_iterable(self._dicts))) == self._members
-                and list(map(_version, _alive(self._counted))) == self._versions
-                and list(map(_address, _alive(self._placed))) == self._addresses
-                and list(map(_adapters_of, _alive(self._adapted))) == self._adapters
+                and self._now() == self._before
             )
         except (AttributeError, TypeError, RuntimeError):  # a tensor is gone, or lost its memory
             return False
+
+    def _now(self) -> list[list[Any]]:
+        return [list(map(fact, [each() for each in references])) for fact, references in self._watched]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch | None:
         """That of a copy of the model, which looks anew, and finds what copies of caches know of it.
@@ -395,10 +398,6 @@ def _dicts_of(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
 def _is_count(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-
-
-def _alive(references: list[Any]) -> list[Any]:
-    return [reference() for reference in references]
 
 
 def _address_of(tensor: torch.Tensor) -> int:
