@@ -280,7 +280,7 @@ def write_constants(
         kv_heads: Heads of K and V.
         k_stride_t: Elements from one token to the next in blocks in the model's dtype.
         v_stride_t: The same in V.
-        dense: Whether some blocks are in the model's dtype.
+        dense: Whether a quantized layer has residual blocks.
         check: Whether what cannot be stored is flagged.
     """
     keys, values = _sides(layout)
