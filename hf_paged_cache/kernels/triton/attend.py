@@ -230,11 +230,10 @@ def attend_kernel(
         block_ptr = values_ptr + block * v_strides[0]
         codes_ptr = block_ptr + (V.codes + slot * V.row)
         params_ptr = (block_ptr + V.params).to(tl.pointer_type(tl.float16))
-        if V.has_zeros:
-            acc_zero = acc_zero * shrink[:, None]
         acc, acc_zero = ADD(
-            acc * shrink[:, None],
+            acc,
             acc_zero,
+            shrink,
             weight,
             any_visible,
             codes_ptr,
