@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import hf_paged_cache
-from hf_paged_cache.tools.doctor.machine import processor
+from hf_paged_cache.tools.doctor import processor
 
 _PACKAGES = (
     "torch",

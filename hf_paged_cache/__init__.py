@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import _moved
+
 if TYPE_CHECKING:
     from .attention.paged_attention import activate as enable
     from .attention.paged_attention import deactivate as disable
@@ -53,6 +55,8 @@ __all__ = [
     "profile_cache",
 ]
 
+_moved.find_modules()
+
 # Loaded on first use: `hf_paged_cache.blocks` must import without torch.
 _HOME = {
     "PagedCache": ("cache.paged_cache", "PagedCache"),
@@ -72,7 +76,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hf_paged_cache' has no attribute {name!r}")
     if name in _HOME:
-        import_module(".host.version", __name__)  # an older host lacks names that are imported next
+        import_module(".host", __name__)  # an older host lacks names that are imported next
     module, attribute = _HOME.get(name, ("errors", name))
     return getattr(import_module(f".{module}", __name__), attribute)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_paged_cache import disable
-from hf_paged_cache.host.plain_tensors import plain_tensors
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 
 class CacheUnavailable(Exception):

@@ -9,7 +9,7 @@ import torch
 from eval.gpu.device import Device
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.kernels.call import Attention, LayerBlocks, RowLengths
-from hf_paged_cache.store.pool import PoolShape, allocate_dense
+from hf_paged_cache.store.pool_tensors import PoolShape, PoolTensors
 
 BLOCK_SIZE = 64
 
@@ -56,12 +56,12 @@ class PagedStack:
         self.layers = case.layers(device.cache_bytes())
         columns = -(-case.tokens // BLOCK_SIZE)
         num_blocks = case.batch * columns
-        keys, values = allocate_dense(
+        keys, values = PoolTensors(
             PoolShape(shape.kv_heads, shape.head_dim, shape.head_dim, shape.dtype, device.torch_device),
-            num_blocks,
-            self.layers,
-            BLOCK_SIZE,
-        )
+            num_blocks=num_blocks,
+            num_layers=self.layers,
+            block_size=BLOCK_SIZE,
+        ).tensors
         keys.normal_(generator=generator)
         values.normal_(generator=generator)
         order = torch.randperm(num_blocks, generator=generator, device=device.torch_device)
@@ -83,7 +83,7 @@ class PagedStack:
         tokens, blocks = self.case.tokens, self.blocks[layer]
         dispatch.write(blocks, self.new_keys, self.new_values, tokens - 1)
         scale = self.case.shape.head_dim**-0.5
-        return dispatch.decode(blocks, Attention(self.query, 0, tokens, scale, mask))
+        return dispatch.decode(blocks, Attention(self.query, 0, tokens, scale, mask))[0]
 
     def step(self) -> None:
         """Every layer, one after the other."""

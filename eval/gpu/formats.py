@@ -93,7 +93,7 @@ def _attend(
     lengths = torch.full((case.batch,), case.end, dtype=torch.int32, device=device.torch_device)
     blocks.lengths = RowLengths(case.end, lengths)
     with device.poisoned():
-        got = dispatch.decode(blocks, moved.attention_on(problem.attention, device.torch_device)).cpu()
+        got = dispatch.decode(blocks, moved.attention_on(problem.attention, device.torch_device))[0].cpu()
     record.values |= {
         "backend": dispatch.backend_name(blocks),
         "rms_ratio": relative_error(got, problem.want),
