@@ -30,8 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .hadamard import rotate, unrotate
-from .online_softmax import (
+from .rotate import rotate, unrotate
+from .softmax_steps import (
     BOOL_MASK,
     LOG2E,
     NO_MASK,
