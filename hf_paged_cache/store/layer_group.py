@@ -117,9 +117,9 @@ class LayerGroup:
         """Layer index -> where its K and V lie, of layers that have claimed their places."""
         return {layer_idx: blocks for layer_idx, (_, _, blocks) in self._layers.items()}
 
-    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+    def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
-        shape = PoolShape.of(key_states, value_states, self.formats[layer_idx])
+        shape = replace(shape, format=self.formats[layer_idx])
         try:
             shape.layout(self.block_size)
         except PagedCacheError as error:
@@ -343,7 +343,7 @@ class LayerGroup:
             kv_format = self.formats[layer_idx]
             if kv_format is not None and kv_format.name != layer.format:
                 self.formats[layer_idx] = with_keys_in_int8(kv_format)
-            self.claim(layer_idx, layer.keys, layer.values)
+            self.claim(layer_idx, PoolShape.of(layer.keys, layer.values))
         ids = self.manager.adopt(saved.tables, length, saved.offsets)
         assert ids is not None, "room was made for all blocks"
         self.manager.first_held = saved.first_held

@@ -13,7 +13,7 @@ from hf_paged_cache.formats import format_name
 from .capacity import Capacity
 from .holder import Saved
 from .layer_group import LayerGroup
-from .pool_tensors import PoolShape
+from .pool_tensors import NewTokens, PoolShape
 from .precision import Precision
 from .store import Store
 from .window_store import WindowStore
@@ -100,25 +100,24 @@ class LayerGroups:
 
     def open_rows(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        new: NewTokens,
         *,
         keep_history: bool,
         would_be_static: Callable[[torch.device], bool],
     ) -> None:
-        """Begin with empty rows for K and V of this shape, in groups that are made if there are none.
+        """Begin with empty rows for tokens like these, in groups that are made if there are none.
 
         Raises:
             PoolExhausted: Static rows cannot be that long.
         """
-        batch, new_tokens = key_states.shape[0], key_states.shape[2]
+        batch, new_tokens = new.batch, new.count
         self.adapt(new_tokens)
         if not self._by_window:
-            self.is_static = would_be_static(key_states.device)
+            self.is_static = would_be_static(new.shape.device)
         capacity = self._capacity.wanted_blocks(
             batch,
             new_tokens,
-            PoolShape.of(key_states, value_states),
+            new.shape,
             self.precision,
             keep_history=keep_history,
             is_static=self.is_static,
@@ -144,9 +143,9 @@ class LayerGroups:
             if self.store.num_caches <= 1:
                 self.store = Store()
 
-    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+    def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place in a pool."""
-        self.blocks[layer_idx] = self.of(layer_idx).claim(layer_idx, key_states, value_states)
+        self.blocks[layer_idx] = self.of(layer_idx).claim(layer_idx, shape)
         return self.blocks[layer_idx]
 
     def reserve(
@@ -349,11 +348,8 @@ class LayerGroups:
 
     def _fill(self, saved: SavedCache, first_tokens: int, before: dict[int | None, int]) -> None:
         layer = next(layer for group in saved.groups for layer in group.layers.values())
-        keys, values = (
-            side.new_empty(1).expand(saved.batch, side.shape[1], first_tokens, side.shape[3])
-            for side in (layer.keys, layer.values)
-        )
-        self.open_rows(keys, values, keep_history=saved.record_past, would_be_static=lambda device: False)
+        new = NewTokens(saved.batch, first_tokens, PoolShape.of(layer.keys, layer.values))
+        self.open_rows(new, keep_history=saved.record_past, would_be_static=lambda device: False)
         for saved_group in saved.groups:
             window, count = saved_group.window, saved_group.num_blocks
             group = self._by_window[window]

@@ -48,13 +48,10 @@ class PoolShape:
     format: KVFormat | None = None
 
     @classmethod
-    def of(
-        cls, key_states: torch.Tensor, value_states: torch.Tensor, kv_format: KVFormat | None = None
-    ) -> PoolShape:
+    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> PoolShape:
         """The shape that stores `[batch, kv_heads, tokens, head_dim]` K and V."""
         _, kv_heads, _, head_dim = key_states.shape
-        dtype, device = key_states.dtype, key_states.device
-        return cls(kv_heads, head_dim, value_states.shape[3], dtype, device, kv_format)
+        return cls(kv_heads, head_dim, value_states.shape[3], key_states.dtype, key_states.device)
 
     def layout(self, block_size: int) -> RecordFormat | None:
         """The records of quantized blocks."""
@@ -68,6 +65,26 @@ class PoolShape:
     def dense_bytes(self, block_size: int) -> int:
         """Bytes of one block in one layer, in the model's dtype."""
         return self.kv_heads * block_size * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What a forward brings to a layer, but for its contents.
+
+    Attributes:
+        batch: Rows.
+        count: Tokens of every row.
+        shape: What pool tensors for them must be like.
+    """
+
+    batch: int
+    count: int
+    shape: PoolShape
+
+    @classmethod
+    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> NewTokens:
+        """What K and V `[batch, kv_heads, tokens, head_dim]` are."""
+        return cls(key_states.shape[0], key_states.shape[2], PoolShape.of(key_states, value_states))
 
 
 class PoolTensors:

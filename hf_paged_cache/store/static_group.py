@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
 
+    from .pool_tensors import PoolShape
     from .precision import Precision
     from .window_store import WindowStore
 
@@ -97,13 +98,13 @@ class StaticGroup(LayerGroup):
         """Tokens of a row, as a tensor of no dims on the layer's device."""
         return self.static_blocks[layer_idx].lengths[0]
 
-    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+    def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place.
 
         Raises:
             BackendUnavailable: The kernels that a compiled step calls cannot serve this layer.
         """
-        blocks = super().claim(layer_idx, key_states, value_states)
+        blocks = super().claim(layer_idx, shape)
         name = dispatch.backend_name(blocks)
         if name != "triton":
             reason = next(each.reason for each in dispatch.explain(blocks) if each.name == "triton")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.frames import Frame
 
 from .holder import Saved
 
@@ -42,7 +42,7 @@ class Store:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.by_window: dict[int | None, WindowStore] = {}
-        self._undo: tuple[Place, Restore] | None = None
+        self._undo: tuple[Frame, Restore] | None = None
 
     @property
     def is_torn(self) -> bool:
@@ -69,7 +69,7 @@ class Store:
         with self.lock:
             if not self.recover():
                 raise PagedCacheError("the cache is in the middle of a change; call this after it")
-            self._undo = Place.here(), self._saver(save)
+            self._undo = Frame.here(), self._saver(save)
             try:
                 result = make()
             except BaseException:
