@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from eval import environment, measure, models, report, runner, summary
 from eval.caches import CACHES
-from eval.console import progress_bar, write_results
+from eval.core.console import progress_bar, write_results
 from eval.errors import UsageError
 from eval.journal import CONFIG, Journal, check_continues
 from eval.models import LoadedModel

@@ -17,7 +17,7 @@ from eval.bench import (
     sealing,
 )
 from eval.bench.context import Context
-from eval.bench.results import Result
+from eval.core.table import Result
 from eval.errors import UsageError, check_choice
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eval.console import progress_bar, write_results
+from eval.core.console import header, progress_bar, write_results
 from eval.errors import UsageError
 
 EXIT_MISSED = 1
@@ -76,7 +76,7 @@ def run(
     from rich.console import Console
 
     from eval import environment, models
-    from eval.bench import table
+    from eval.core import table
     from eval.quality import protocol, schemes, tables, text
     from eval.quality.requirements import Protocol
     from eval.settings import Settings
@@ -114,7 +114,7 @@ def run(
     backends = {
         str(row.cells["backend"]) for result in results for row in result.rows if row.cells.get("backend")
     }
-    console.print(table.header(described, ", ".join(sorted(backends)) or "none"), highlight=False)
+    console.print(header(described, ", ".join(sorted(backends)) or "none"), highlight=False)
     console.print(table.summary(results), highlight=False, markup=False)
     if json_file is not None:
         document = {

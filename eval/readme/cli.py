@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eval.console import write_results
+from eval.core.console import write_results
 from eval.errors import UsageError
 from eval.readme import markers, registry
 from eval.readme.results import FOLDER, Results

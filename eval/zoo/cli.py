@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eval.console import progress_bar, write_results
+from eval.core.console import progress_bar, write_results
 from eval.errors import UsageError, check_choice
 
 EXIT_WRONG = 1

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eval import models
-from eval.bench.results import Result
+from eval.core.table import Result
 from eval.models import LoadedModel
 from eval.quality import picture, requirements, tables
 from eval.quality.cli import app

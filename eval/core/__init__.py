@@ -1,0 +1,1 @@
+"""Tools that all parts of `eval` share."""
