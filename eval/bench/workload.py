@@ -70,14 +70,14 @@ def use(name: str, model: Any) -> None:
     (disable if name == "dynamic" else enable)(model)
 
 
-def fill(caches: list[Any], model: Any, tokens: int, batch: int = 1) -> None:
-    """Give all caches the same K and V of `tokens` tokens in every row of every layer.
+def fill(caches: list[Any], model: Any, tokens: int) -> None:
+    """Give all caches the same K and V of `tokens` tokens of one row in every layer.
 
-    They are the model's own, of prompts of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
+    They are the model's own, of a prompt of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
     hang on the last bits, and a comparison would say nothing.
     """
     source = new_cache("dynamic", model)
-    forward("dynamic", model, source, random_ids(model, batch, PROMPT_TOKENS))
+    forward("dynamic", model, source, random_ids(model, PROMPT_TOKENS))
     repeats = -(-tokens // PROMPT_TOKENS)
     for layer_idx, (keys, values, *_) in enumerate(source):
         new = [states.repeat(1, 1, repeats, 1)[:, :, :tokens].contiguous() for states in (keys, values)]
@@ -85,10 +85,28 @@ def fill(caches: list[Any], model: Any, tokens: int, batch: int = 1) -> None:
             cache.update(*new, layer_idx)
 
 
-def random_ids(model: Any, batch: int, tokens: int) -> torch.Tensor:
-    """Ids `[batch, tokens]`, where the model is."""
+def fill_random(cache: Any, model: Any, batch: int, tokens: int) -> None:
+    """Put random K and V of `tokens` tokens into every layer, the same for every cache, where the model is.
+
+    V has a mean, so that an attention that loses part of its weight shows in the logits.
+    """
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    generator = torch.Generator(model.device).manual_seed(SEED)
+
+    def normal(tokens: int) -> torch.Tensor:
+        size = (batch, config.num_key_value_heads, tokens, head_dim)
+        return torch.empty(size, dtype=model.dtype, device=model.device).normal_(generator=generator)
+
+    keys, values = normal(tokens), normal(tokens).add_(normal(1))
+    for layer_idx in range(config.num_hidden_layers):
+        cache.update(keys, values, layer_idx)
+
+
+def random_ids(model: Any, tokens: int) -> torch.Tensor:
+    """Ids `[1, tokens]`."""
     generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(model.config.vocab_size, (batch, tokens), generator=generator).to(model.device)
+    return torch.randint(model.config.vocab_size, (1, tokens), generator=generator)
 
 
 def replay(cache: Any, model: Any, tokens: int) -> Any:

@@ -289,6 +289,7 @@ def test_the_bench_prints_no_number_while_tests_are_red(
         raise AssertionError("measured")
 
     monkeypatch.setattr(kernel_tests, "require_green", red)
+    monkeypatch.setattr("eval.bench.cli._backend", lambda: ("cpp", None))
     monkeypatch.setitem(registry.BENCHES, "blocks", Bench("blocks", "", (), measured))
     earlier = tmp_path / "bench.json"
     earlier.write_text("earlier results")
