@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from eval.lookups import MIB, by_task
-from eval.plots.looks import Look
-from eval.plots.picture import Picture
-from eval.rows import Row, Spread
+from eval.run.lookups import MIB, by_task
+from eval.plots.looks import DPI, Look, Picture
+from eval.run.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +19,6 @@ _WIDTH_INCHES = 9.0
 _INCHES_PER_BAR = 0.36
 _INCHES_PER_TASK = 0.5  # its name
 _INCHES_AROUND = 1.3  # title above, axis below
-_DPI = 120
 _ROOM_FOR_NUMBERS = 1.25
 # Light enough for the hatch to be seen; told apart by the hatch alone when printed in grey.
 _COLOURS = ("#dddddd", "#8ecae6", "#ffd166", "#b7e4c7", "#f4a6a6", "#cdb4db")
@@ -54,17 +52,9 @@ class Bars:
         if any(row.contexts for row in rows) or not any(m.value(row) for row in rows for m in self.measures):
             return None
         height = _INCHES_AROUND + _INCHES_PER_TASK * len(by_task(rows)) + _INCHES_PER_BAR * len(rows)
-        result = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
+        result = Figure(figsize=(_WIDTH_INCHES, height), dpi=DPI, layout="constrained")
         _fill(result, self.measures, by_task(rows), {cache: number for number, cache in enumerate(looks)})
         return result
-
-
-def _mib(value: int | None) -> float | None:
-    return None if value is None else value / MIB
-
-
-def _median(value: Spread | None) -> float | None:
-    return None if value is None else value.median
 
 
 MEMORY = Bars(
@@ -72,15 +62,15 @@ MEMORY = Bars(
         "memory.png", "Memory", "Left: keys and values held at the end. Right: what a batch took at most."
     ),
     (
-        Measure("KV held at the end, largest batch (MiB)", lambda row: _mib(row.kv_bytes), ".2f"),
-        Measure("Largest rise of memory in a batch (MiB)", lambda row: _mib(row.rise_bytes), ".0f"),
+        Measure("KV held at the end, largest batch (MiB)", lambda row: None if row.kv_bytes is None else row.kv_bytes / MIB, ".2f"),
+        Measure("Largest rise of memory in a batch (MiB)", lambda row: None if row.rise_bytes is None else row.rise_bytes / MIB, ".0f"),
     ),
 )
 TIME = Bars(
     Picture("time.png", "Time", "Left: the forward of the whole prompt. Right: one decode step."),
     (
-        Measure("Prefill, median (ms)", lambda row: _median(row.prefill_ms), ".1f"),
-        Measure("Decode, median over steps (ms/token)", lambda row: _median(row.decode_ms), ".2f"),
+        Measure("Prefill, median (ms)", lambda row: row.prefill_ms.median if row.prefill_ms else None, ".1f"),
+        Measure("Decode, median over steps (ms/token)", lambda row: row.decode_ms.median if row.decode_ms else None, ".2f"),
     ),
 )
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from eval.console import progress_bar, write_results
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 
 EXIT_MISSED = 1
 EXIT_USAGE = 2
@@ -79,7 +79,7 @@ def run(
     from eval.bench import table
     from eval.quality import protocol, schemes, tables, text
     from eval.quality.requirements import Protocol
-    from eval.settings import Settings
+    from eval.run.settings import Settings
 
     selected = schemes.chosen(only, quick=quick, defaults=defaults)
     if json_file is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.caches import CacheUnavailable, stock
-from eval.errors import UsageError, check_choice
+from eval.core.errors import UsageError, check_choice
 from eval.quality import storage
 from eval.quality.storage import Storage
 from hf_paged_cache.config import LAYER_DTYPES

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eval.lookups import DEFAULT_CACHE, at_shared_context, default_row
+from eval.run.lookups import DEFAULT_CACHE, at_shared_context, default_row
 from eval.report import numbers
 from eval.report.numbers import NOTHING
-from eval.rows import Row
+from eval.run.rows import Row
 
 DIFFERENCE_RULE = (
     f"A difference to {DEFAULT_CACHE} whose 95 % interval contains zero is called noise: these samples do "

@@ -9,9 +9,9 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from eval.lookups import by_task, problems, shared_context
+from eval.run.lookups import by_task, problems, shared_context
 from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells, score_heading
-from eval.rows import Row
+from eval.run.rows import Row
 
 _FULL_WIDTH = 100
 _GAP = 1

@@ -1,4 +1,4 @@
-"""What a task is: which samples it looks at, what a cache does with them, and what that is worth."""
+"""The contract of a task: its samples, what a cache does with them, and what that is worth."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from eval.caches import CacheEntry, KvBytes
-from eval.measure import Measures
-from eval.models import LoadedModel
-from eval.settings import Settings
+from eval.core.measure import Measures
+from eval.core.models import LoadedModel
+from eval.core.statistics import Statistic
+from eval.run.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,6 @@ class Outcome:
 def _measures(written: dict[str, Any]) -> Measures:
     lists = {name: tuple(written[name]) for name in ("prefill_ms", "step_ms")}
     return Measures(**{**written, **lists, "kv": KvBytes(**written["kv"])})
-
-
-Statistic = Callable[[np.ndarray[Any, Any]], float]
-"""The value of a metric over the samples with these indices; an index may come more than once."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""Questions that the table, the report and the pictures all ask of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from eval.run.rows import AtContext, Row
+
+DEFAULT_CACHE = "dynamic"
+"""The cache that the others are compared with."""
+MIB = 2**20
+
+
+def by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each task, both in the order they come in."""
+    tasks: dict[str, list[Row]] = {}
+    for row in rows:
+        tasks.setdefault(row.task, []).append(row)
+    return tasks
+
+
+def default_row(rows: Sequence[Row]) -> Row | None:
+    """Return the default cache's row among those of one task; None where it was not measured."""
+    return next((row for row in rows if row.cache == DEFAULT_CACHE and row.problem is None), None)
+
+
+def shared_context(rows: Sequence[Row]) -> int | None:
+    """Return the most tokens at which every measured row of one task has numbers; None: at no such length."""
+    measured = [{at.context_tokens for at in row.contexts} for row in rows if row.problem is None]
+    shared = set.intersection(*measured) if measured else set()
+    return max(shared, default=None)
+
+
+def at_context(row: Row, context_tokens: int) -> AtContext | None:
+    """Return what was measured at one length, or None."""
+    return next((at for at in row.contexts if at.context_tokens == context_tokens), None)
+
+
+def at_shared_context(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of one task with the speed and memory of its shared context, where it has contexts."""
+    context_tokens = shared_context(rows)
+    return [row if context_tokens is None else _filled(row, at_context(row, context_tokens)) for row in rows]
+
+
+def _filled(row: Row, at: AtContext | None) -> Row:
+    if at is None:
+        return row
+    return dataclasses.replace(
+        row,
+        kv_bytes=at.kv_bytes,
+        kv_allocated_bytes=at.kv_allocated_bytes,
+        rise_bytes=at.rise_bytes,
+        prefill_ms=at.prefill_ms,
+        decode_ms=at.decode_ms,
+        tokens_per_s=at.tokens_per_s,
+    )
+
+
+def problems(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each cache that could not run, with the tasks it concerns."""
+    tasks: dict[tuple[str, str, bool], list[str]] = {}
+    for row in rows:
+        if row.problem is not None:
+            tasks.setdefault((row.cache, row.problem, row.failed), []).append(row.task)
+    every = len({row.task for row in rows})
+    return [
+        f"{cache} {'failed' if failed else 'is not available'}"
+        f" ({'every task' if len(names) == every > 1 else ', '.join(names)}): {problem}"
+        for (cache, problem, failed), names in tasks.items()
+    ]
