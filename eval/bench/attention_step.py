@@ -12,9 +12,9 @@ from eval.bench import layer_stacks, readers
 from eval.bench.context import Context
 from eval.bench.layer_stacks import Case, LayerStack, Shape
 from eval.bench.readers import Reader, l3_bytes
-from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
 from eval.bench.timing import Contender, Timings, interleave
 from eval.bench.workload import check, dtype_name, rms_ratio
+from eval.core.table import Bound, Cell, Column, Result, Row, fixed, scientific
 
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

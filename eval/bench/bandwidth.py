@@ -8,7 +8,7 @@ import torch
 
 from eval.bench.context import Context
 from eval.bench.readers import l3_bytes
-from eval.bench.results import Column, Result, fixed
+from eval.core.table import Column, Result, fixed
 
 
 def run(context: Context) -> Result:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from eval.bench.context import Context
-from eval.bench.results import Bound, Cell, Column, Result, Row, fixed
+from eval.core.table import Bound, Cell, Column, Result, Row, fixed
 from hf_paged_cache.blocks import BlockPool
 
 POOL_SIZES = (1_000, 10_000, 100_000)

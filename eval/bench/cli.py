@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from eval.console import write_results
-from eval.errors import UsageError
+from eval.core.console import header, write_results
+from eval.core.errors import UsageError
 
 EXIT_WRONG = 1
 EXIT_USAGE = 2
@@ -33,7 +33,7 @@ def bench(
     required number that is missed is marked.
     """
     from eval.bench.kernel_tests import NotGreen
-    from eval.bench.results import WrongAnswer
+    from eval.core.table import WrongAnswer
 
     try:
         run(only, quick, json_file)
@@ -61,8 +61,9 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
     from rich.console import Console
 
     from eval import environment
-    from eval.bench import kernel_tests, registry, table
+    from eval.bench import kernel_tests, registry
     from eval.bench.context import Context
+    from eval.core import table
 
     benches = registry.chosen(only)
     if json_file is not None:
@@ -72,7 +73,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
     started_s = time.perf_counter()
     described = environment.describe(torch.device("cpu"))
     backend, isa = _backend()
-    console.print(table.header(described, backend), highlight=False)
+    console.print(header(described, backend), highlight=False)
     results = []
     with console.status("kernel tests") as status:
         tests = kernel_tests.require_green(backend, isa, quick=quick, progress=status.update)

@@ -11,7 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from eval.bench.readers import Reader
-    from eval.bench.results import Row
+    from eval.core.table import Row
 
 
 @dataclass

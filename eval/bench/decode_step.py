@@ -10,8 +10,8 @@ import torch
 
 from eval.bench import readers, workload
 from eval.bench.context import Context
-from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
 from eval.bench.timing import STEPS, Contender, Timings, interleave
+from eval.core.table import Bound, Cell, Column, Result, Row, fixed, scientific
 
 CONTEXT_TOKENS = (128, 2048, 8192)
 MIN_SPEEDUP = {128: 0.97, 2048: 1.2, 8192: 1.6}

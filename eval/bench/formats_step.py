@@ -12,11 +12,11 @@ from eval.bench import layer_stacks, readers
 from eval.bench.context import Context
 from eval.bench.layer_stacks import Case, LayerStack, Shape
 from eval.bench.readers import Reader, l3_bytes
-from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fixed, scientific
 from eval.bench.timing import STEPS, Contender, Timings, interleave
 from eval.bench.workload import check, rms_ratio
 from eval.caches import CacheUnavailable
 from eval.caches.stock import quantized_cache
+from eval.core.table import Bound, Cell, Column, Result, Row, WrongAnswer, fixed, scientific
 from hf_paged_cache.config import LayerDtype
 
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))

@@ -11,8 +11,8 @@ from transformers import DynamicCache, LlamaConfig
 
 from eval.bench import workload
 from eval.bench.context import Context
-from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fixed
 from eval.bench.seed import SEED
+from eval.core.table import Bound, Cell, Column, Result, Row, WrongAnswer, fixed
 from hf_paged_cache.config import LAYER_DTYPES, LayerDtype
 
 TOKENS = 8192

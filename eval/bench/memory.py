@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.bench.context import Context
-from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fixed
+from eval.core.table import Bound, Cell, Column, Result, Row, WrongAnswer, fixed
 
 COLUMNS = (
     Column("case", "case"),

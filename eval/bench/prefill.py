@@ -9,9 +9,9 @@ import torch
 
 from eval.bench import readers, workload
 from eval.bench.context import Context
-from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
 from eval.bench.seed import SEED
 from eval.bench.timing import Contender, interleave
+from eval.core.table import Bound, Cell, Column, Result, Row, fixed, scientific
 
 PROMPT_TOKENS = 2048
 CHUNK_TOKENS = 512

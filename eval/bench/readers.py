@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eval.bench.results import Cell, Column, Row, fixed
 from eval.bench.timing import Contender, Timings, interleave
+from eval.core.table import Cell, Column, Row, fixed
 
 _L3_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _DEFAULT_L3_BYTES = 32 << 20

@@ -9,8 +9,8 @@ import torch
 
 from eval.bench import readers, workload
 from eval.bench.context import Context
-from eval.bench.results import Bound, Cell, Column, Result, Row, WrongAnswer, fixed, scientific
 from eval.bench.timing import STEPS, Contender, Timings, interleave
+from eval.core.table import Bound, Cell, Column, Result, Row, WrongAnswer, fixed, scientific
 
 FORMATS = ("int4", "int8_block", "int4_group")
 """Formats that encode whole blocks; the others encode each token as it comes."""

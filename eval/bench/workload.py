@@ -8,11 +8,11 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 from eval import models
-from eval.bench.results import WrongAnswer
 from eval.bench.seed import SEED
 from eval.bench.timing import Contender
-from eval.errors import UsageError
-from eval.settings import Settings
+from eval.core.table import WrongAnswer
+from eval.core.errors import UsageError
+from eval.run.settings import Settings
 from hf_paged_cache.host.compat import cache_argument
 
 PROMPT_TOKENS = 512

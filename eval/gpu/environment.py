@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eval.environment import describe as describe_machine
+from eval.core.device import describe as describe_machine
 from eval.gpu.settings import Settings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eval.bench.results import Bound
+from eval.core.table import Bound
 from eval.gpu.items import Record
 
 MIN_PERCENT_OF_COPY = 85.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.bench.results import Result
+from eval.core.table import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

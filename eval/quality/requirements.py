@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from eval.bench.results import Bound
+from eval.core.table import Bound
 from eval.quality.protocol import Comparison, Outcome
 
 MAX_KL_NATS = {"auto": 1e-6, "int8": 4e-4, "fp8": 8e-3, "k8v4": 7e-3, "int4": 2.5e-2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
+from eval.core.table import Bound, Cell, Column, Result, Row, fixed, scientific
 from eval.quality import offset, text
 from eval.quality.protocol import Comparison, Outcome
 from eval.quality.requirements import Protocol, bounds

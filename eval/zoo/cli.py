@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from eval.console import progress_bar, write_results
-from eval.errors import UsageError, check_choice
+from eval.core.console import progress_bar, write_results
+from eval.core.errors import UsageError, check_choice
 
 EXIT_WRONG = 1
 EXIT_USAGE = 2

@@ -23,7 +23,7 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
     Args:
         reports: what was found out.
         options: how.
-        environment: as `eval.environment` describes it.
+        environment: as `eval.core.device` describes it.
     """
     versions = environment["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch", "hf-paged-cache"))

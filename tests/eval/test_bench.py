@@ -11,15 +11,16 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from eval.bench import attention_step, blocks, kernel_tests, layer_stacks, readers, registry, table, workload
+from eval.bench import attention_step, blocks, kernel_tests, layer_stacks, readers, registry, workload
 from eval.bench.attention_step import _Effort
 from eval.bench.cli import app
 from eval.bench.context import Context
 from eval.bench.kernel_tests import Outcome
 from eval.bench.layer_stacks import Case, Shape
 from eval.bench.readers import Reader
-from eval.bench.results import Bound, Column, Result, Row, WrongAnswer, fixed
 from eval.bench.timing import Contender, Timings, interleave
+from eval.core import table
+from eval.core.table import Bound, Column, Result, Row, WrongAnswer, fixed
 
 TINY = Shape("tiny", 4, 2, 16)
 

@@ -23,9 +23,9 @@ from eval.bench import (
 from eval.bench.context import Context
 from eval.bench.layer_stacks import Case, LayerStack, Shape
 from eval.bench.readers import Reader
-from eval.bench.results import Row, WrongAnswer
 from eval.bench.timing import STEPS, Timings
 from eval.caches import CacheUnavailable
+from eval.core.table import Row, WrongAnswer
 from hf_paged_cache import PagedCache
 from hf_paged_cache.store.pool import KVPool
 from tests.eval.test_bench import tiny_llama

@@ -8,8 +8,8 @@ import pytest
 
 from eval import bootstrap
 from eval.metrics import Bleu, Chrf, Rouge, resampled
-from eval.rows import Metric
-from eval.spread import spread
+from eval.run.rows import Metric
+from eval.core.statistics import spread
 from eval.tasks.base import Answer, MetricSpec, Statistic, mean_of
 from eval.tasks.fidelity import Fidelity
 from eval.tasks.perplexity import perplexity

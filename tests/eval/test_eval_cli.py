@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from eval import bootstrap, caches, data_source, long_text, models, plots, tasks
 from eval.caches import CacheEntry, CacheUnavailable, tensor_bytes
 from eval.cli import app, main
-from eval.lookups import DEFAULT_CACHE
+from eval.run.lookups import DEFAULT_CACHE
 from eval.tasks.texts import TextTask
 
 ALL_CHEAP = "--tasks summarization,perplexity --caches dynamic,paged"

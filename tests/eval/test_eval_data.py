@@ -8,9 +8,9 @@ import datasets
 import pytest
 
 from eval import data_source
-from eval.data_source import PRESETS, Source, chosen, read
-from eval.errors import UsageError
-from eval.settings import resolve
+from eval.data.source import PRESETS, Source, chosen, read
+from eval.core.errors import UsageError
+from eval.run.settings import resolve
 
 ROWS = [{"name": f"n{n}", "text": f"text {n}", "short": f"s {n}"} for n in range(12)]
 ROLES = ("input", "reference")

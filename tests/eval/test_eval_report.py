@@ -11,12 +11,12 @@ import yaml
 from rich.console import Console
 
 from eval import plots, report
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 from eval.report import numbers
 from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells
 from eval.report.content import document
 from eval.report.markdown import markdown
-from eval.rows import Metric, Prediction, Row, Run, Spread
+from eval.run.rows import Metric, Prediction, Row, Run, Spread
 from tests.eval.fake_runs import ATTACK, BITS, CONTEXTS, FAILED, MISSING, few_rows, full_run
 
 SPREAD = Spread(80.0, 70.0, 95.5, 40)

@@ -13,10 +13,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval import data_source, long_text
 from eval.caches import CACHES, CacheUnavailable, Demand, restore_attention, stock, tensor_bytes
-from eval.errors import UsageError
-from eval.generate import _until_stop, generate, prefill
-from eval.models import LoadedModel
-from eval.settings import Settings
+from eval.core.errors import UsageError
+from eval.run.generate import _until_stop, generate, prefill
+from eval.core.models import LoadedModel
+from eval.run.settings import Settings
 from eval.tasks import TASKS, fidelity, latency, perplexity, retrieval, texts
 from eval.tasks.base import Answer, Outcome, Unit
 from tests.eval.conftest import HEAD_DIM, KV_HEADS, LAYERS, tiny_model, tiny_tokenizer

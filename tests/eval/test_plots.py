@@ -14,7 +14,7 @@ from eval.plots.apart import apart
 from eval.plots.front import Point, front, points
 from eval.plots.looks import looks_of
 from eval.report.content import NO_PICTURES
-from eval.rows import HeatCell, Metric, Row
+from eval.run.rows import HeatCell, Metric, Row
 from tests.eval.fake_runs import BITS, CONTEXTS, DEPTHS, FAILED, LENGTHS, MISSING, few_rows, full_run
 
 pytest.importorskip("matplotlib")

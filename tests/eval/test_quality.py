@@ -13,7 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import QuantizedLayer
 
 from eval.caches import CacheUnavailable, stock
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 from eval.quality import offset, protocol, schemes, storage, text
 from eval.quality.protocol import Comparison
 from eval.quality.schemes import SCHEMES, Scheme

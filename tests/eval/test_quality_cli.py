@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from eval import models
-from eval.bench.results import Result
-from eval.models import LoadedModel
+from eval.core.table import Result
+from eval.core.models import LoadedModel
 from eval.quality import picture, requirements, tables
 from eval.quality.cli import app
 from eval.quality.protocol import Comparison, Outcome

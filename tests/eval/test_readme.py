@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 from eval.readme import markers, registry, show
 from eval.readme.cli import README, app, update
 from eval.readme.results import FOLDER, Results
