@@ -22,15 +22,15 @@ DEFAULT = "run"
 
 
 class _Commands(TyperGroup):
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
         return typer.main.get_command(importlib.import_module(COMMANDS[cmd_name]).app)
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_named = bool(args) and args[0] in (*COMMANDS, *ctx.help_option_names)
         return super().parse_args(ctx, args if is_named else [DEFAULT, *args])
 

@@ -60,10 +60,9 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
     import torch
     from rich.console import Console
 
-    from eval import environment
     from eval.bench import kernel_tests, registry
     from eval.bench.context import Context
-    from eval.core import table
+    from eval.core import device, table
 
     benches = registry.chosen(only)
     if json_file is not None:
@@ -71,7 +70,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     started_s = time.perf_counter()
-    described = environment.describe(torch.device("cpu"))
+    described = device.describe(torch.device("cpu"))
     backend, isa = _backend()
     console.print(header(described, backend), highlight=False)
     results = []

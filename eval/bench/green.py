@@ -61,9 +61,9 @@ def digest(root: Path, backend: str, tests: Iterable[str]) -> str:
 
 def facts(backend: str) -> dict[str, Any]:
     """What the tests depend on besides sources, ready for JSON."""
-    from eval import environment
+    from eval.core import device
 
-    described = environment.describe(torch.device("cpu"))
+    described = device.describe(torch.device("cpu"))
     return {
         **{key: described[key] for key in ("machine", "cpu", "cpu_count", "torch_threads")},
         "python": platform.python_version(),

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from eval import measure
 from eval.bench import workload
 from eval.bench.seed import SEED
+from eval.core import measure
 from hf_paged_cache.host.compat import cache_argument
 
 _WARM_UP_TOKENS = 64

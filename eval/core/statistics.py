@@ -1,4 +1,4 @@
-"""The statistics of all commands, each by one rule: divergence, agreement, RMS ratio, bootstrap, percentiles."""
+"""Statistics of all commands, each by one rule: divergence, agreement, RMS ratio, bootstrap, percentiles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def rms_ratio(got: Any, want: Any) -> float:
-    """RMS of the difference of two tensors over RMS of what is wanted, in float64; NaN if one is not finite."""
+    """RMS of the difference over RMS of what is wanted, in float64; NaN if one tensor is not finite."""
     if not (got.isfinite().all() and want.isfinite().all()):
         return float("nan")
     got, want = got.double(), want.double()

@@ -18,7 +18,7 @@ ROWS_RULE = (
 
 
 def shipped() -> str:
-    """The reference of the language, as `pydoc` shows it, which every Python has; some 113 thousand tokens."""
+    """The reference of the language, as `pydoc` shows it: every Python has it; some 113 thousand tokens."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from eval.run.lookups import MIB, by_task
 from eval.plots.looks import DPI, Look, Picture
+from eval.run.lookups import MIB, by_task
 from eval.run.rows import Row
 
 if TYPE_CHECKING:
@@ -57,20 +57,28 @@ class Bars:
         return result
 
 
+def _mib(name: str) -> Callable[[Row], float | None]:
+    return lambda row: None if getattr(row, name) is None else getattr(row, name) / MIB
+
+
+def _median(name: str) -> Callable[[Row], float | None]:
+    return lambda row: None if getattr(row, name) is None else getattr(row, name).median
+
+
 MEMORY = Bars(
     Picture(
         "memory.png", "Memory", "Left: keys and values held at the end. Right: what a batch took at most."
     ),
     (
-        Measure("KV held at the end, largest batch (MiB)", lambda row: None if row.kv_bytes is None else row.kv_bytes / MIB, ".2f"),
-        Measure("Largest rise of memory in a batch (MiB)", lambda row: None if row.rise_bytes is None else row.rise_bytes / MIB, ".0f"),
+        Measure("KV held at the end, largest batch (MiB)", _mib("kv_bytes"), ".2f"),
+        Measure("Largest rise of memory in a batch (MiB)", _mib("rise_bytes"), ".0f"),
     ),
 )
 TIME = Bars(
     Picture("time.png", "Time", "Left: the forward of the whole prompt. Right: one decode step."),
     (
-        Measure("Prefill, median (ms)", lambda row: row.prefill_ms.median if row.prefill_ms else None, ".1f"),
-        Measure("Decode, median over steps (ms/token)", lambda row: row.decode_ms.median if row.decode_ms else None, ".2f"),
+        Measure("Prefill, median (ms)", _median("prefill_ms"), ".1f"),
+        Measure("Decode, median over steps (ms/token)", _median("decode_ms"), ".2f"),
     ),
 )
 

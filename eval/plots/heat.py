@@ -75,4 +75,3 @@ def _map(axes: Axes, cells: Sequence[HeatCell], lengths: Sequence[int], depths: 
         place = lengths.index(length), depths.index(depth)
         axes.text(*place, f"{value:.0f}", ha="center", va="center", fontsize=8, color=colour)
     return axes.imshow(values, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-

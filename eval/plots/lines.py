@@ -89,7 +89,7 @@ TIME = Lines(
     ),
     (
         ("decode (ms/token)", lambda at: _ends(at.decode_ms)),
-        # By the token, for all caches take so much longer for a longer prompt that nothing else would be seen.
+        # By the token: a longer prompt takes all caches so much longer that nothing else would be seen.
         ("prefill (ms for 1000 tokens)", lambda at: _ends(at.prefill_ms, 1000 / at.context_tokens)),
     ),
 )

@@ -108,7 +108,7 @@ def write_names(axes: Axes, names: Sequence[Name]) -> None:
 
 
 def spaced(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places in rising order, a gap or more apart: pushed up by those below, and back where that is above 1."""
+    """Places in rising order, a gap or more apart: pushed up by those below, and down again from 1."""
     places: list[float] = []
     for want in wanted:
         places.append(max(want, places[-1] + gap) if places else max(want, 0.0))

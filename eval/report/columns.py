@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eval.run.lookups import DEFAULT_CACHE, at_shared_context, default_row
 from eval.report import numbers
 from eval.report.numbers import NOTHING
+from eval.run.lookups import DEFAULT_CACHE, at_shared_context, default_row
 from eval.run.rows import Row
 
 DIFFERENCE_RULE = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.run.lookups import by_task, problems, shared_context
 from eval.plots import Picture
 from eval.report import details
 from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells, score_heading
 from eval.report.document import Block, Bullets, Document, Figure, Grid, Paragraph, Section
 from eval.report.numbers import NOTHING
+from eval.run.lookups import by_task, problem_lines, shared_context
 from eval.run.rows import Prediction, Row, Run
 
 _MOST_CHARACTERS = 600
@@ -55,7 +55,7 @@ def _subject(run: Run) -> list[Block]:
     ]
     titles = {row.cache: run.titles.get(row.cache, NOTHING) for row in run.rows}
     blocks: list[Block] = [Bullets(about), Grid(["cache", "what it is"], [*map(list, titles.items())], 2)]
-    missing = [("", problem) for problem in problems(run.rows)]
+    missing = [("", problem) for problem in problem_lines(run.rows)]
     return [*blocks, Paragraph("These could not be measured:"), Bullets(missing)] if missing else blocks
 
 

@@ -33,9 +33,7 @@ Cells = dict[tuple[str, str], str]
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Return a section for each task of which anything was measured."""
-    found = {
-        task: [row for row in of_task if row.problem is None] for task, of_task in by_task(rows).items()
-    }
+    found = {task: [row for row in of_task if row.problem is None] for task, of_task in by_task(rows).items()}
     return [
         Section(task, (), [Section(title, [_grid(lines)]) for title, lines in _tables(measured) if lines])
         for task, measured in found.items()
@@ -58,7 +56,9 @@ def _tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[Cells]]]:
 def _grid(lines: Sequence[Cells]) -> Grid:
     """Return a table whose columns stand in the order in which they first come."""
     keys = list(dict.fromkeys(key for line in lines for key in line))
-    return Grid([heading for heading, _ in keys], [[line.get(key, NOTHING) for key in keys] for line in lines])
+    return Grid(
+        [heading for heading, _ in keys], [[line.get(key, NOTHING) for key in keys] for line in lines]
+    )
 
 
 def _line(cells: Mapping[str, str]) -> Cells:

@@ -9,8 +9,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from eval.run.lookups import by_task, problems, shared_context
 from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells, score_heading
+from eval.run.lookups import by_task, problem_lines, shared_context
 from eval.run.rows import Row
 
 _FULL_WIDTH = 100
@@ -30,7 +30,7 @@ def table(rows: Sequence[Row], width: int = _FULL_WIDTH) -> Table:
     # Text, not strings: rich reads brackets in strings as markup, and an error's message may hold some.
     result = Table(
         title="Caches compared",
-        caption=Text("\n".join([*problems(rows), DIFFERENCE_RULE])),
+        caption=Text("\n".join([*problem_lines(rows), DIFFERENCE_RULE])),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,

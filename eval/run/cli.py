@@ -105,4 +105,3 @@ def _tell(error: UsageError) -> None:
         typer.echo(f"error: {error}", err=True)
     processes.wait()
     processes.close()
-

@@ -57,15 +57,37 @@ def _filled(row: Row, at: AtContext | None) -> Row:
     )
 
 
-def problems(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each cache that could not run, with the tasks it concerns."""
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A cache that could not run, why, and in which tasks.
+
+    Attributes:
+        cache: its name.
+        reason: why.
+        failed: it is an error, not something that is missing on this machine.
+        tasks: names; none: every one.
+    """
+
+    cache: str
+    reason: str
+    failed: bool
+    tasks: Sequence[str]
+
+
+def problems(rows: Sequence[Row]) -> list[Problem]:
+    """Return what kept caches from running, each once."""
     tasks: dict[tuple[str, str, bool], list[str]] = {}
     for row in rows:
         if row.problem is not None:
             tasks.setdefault((row.cache, row.problem, row.failed), []).append(row.task)
     every = len({row.task for row in rows})
+    return [Problem(*key, () if len(names) == every > 1 else names) for key, names in tasks.items()]
+
+
+def problem_lines(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each problem."""
     return [
-        f"{cache} {'failed' if failed else 'is not available'}"
-        f" ({'every task' if len(names) == every > 1 else ', '.join(names)}): {problem}"
-        for (cache, problem, failed), names in tasks.items()
+        f"{each.cache} {'failed' if each.failed else 'is not available'}"
+        f" ({', '.join(each.tasks) or 'every task'}): {each.reason}"
+        for each in problems(rows)
     ]

@@ -14,10 +14,10 @@ from transformers import set_seed
 from eval import report
 from eval.caches import CACHES
 from eval.core import device, measure, models
+from eval.core.console import write_results
 from eval.core.errors import UsageError
 from eval.core.models import LoadedModel
 from eval.core.progress import Progress
-from eval.core.results import write_text
 from eval.run import runner, summary
 from eval.run.journal import CONFIG, Journal, check_continues
 from eval.run.processes import device_of, join
@@ -92,7 +92,7 @@ class Session:
         work = {name: TASKS[name].units(loaded, settings) for name in settings.tasks}
         if self._processes.is_main:
             config = yaml.safe_dump(settings.to_dict(), sort_keys=False, allow_unicode=True)
-            write_text(self._folder / CONFIG, config)
+            write_results(self._folder / CONFIG, config)
         return loaded, work
 
     def _work(self, loaded: LoadedModel, work: Work, progress: Progress) -> None:

@@ -72,7 +72,7 @@ def run(
     import torch
     from rich.console import Console
 
-    from eval import environment
+    from eval.core import device
     from eval.zoo import groups, processes, registry, support, table
     from eval.zoo.examine import examine
 
@@ -98,7 +98,7 @@ def run(
     table.show(console, reports)
     console.print(groups.headline(reports), highlight=False)
     if json_file is not None:
-        described = environment.describe(torch.device("cpu"))
+        described = device.describe(torch.device("cpu"))
         document = {
             "environment": described,
             "settings": vars(options),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval import measure
+from eval.core import measure
 from eval.core.measure import HighWaterPeak, SampledPeak, StepTimer, peak_memory
 from eval.core.models import LoadedModel
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from eval import bootstrap, runner, summary
 from eval.caches import CACHES, CacheEntry, CacheUnavailable, Demand, tensor_bytes
+from eval.core import statistics
 from eval.core.errors import UsageError
-from eval.run.journal import Journal, check_continues
 from eval.core.models import LoadedModel
+from eval.run import runner, summary
+from eval.run.journal import Journal, check_continues
 from eval.run.processes import Processes
 from eval.run.rows import Prediction, Row
 from eval.run.runner import run_task
@@ -31,7 +32,7 @@ Done = tuple[list[Row], list[Prediction]]
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "RESAMPLES", 30)
+    monkeypatch.setattr(statistics, "RESAMPLES", 30)
 
 
 @pytest.fixture

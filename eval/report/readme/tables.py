@@ -42,9 +42,11 @@ def tables(folder: Path = results.FOLDER) -> Mapping[str, Callable[[], str]]:
         "MIB": MIB,
         "NOTHING": _NOTHING,
     }
-    return {
-        name: lambda name=name: environment.get_template(f"{name}.md.j2").render().strip() for name in NAMES
-    }
+
+    def made(name: str) -> str:
+        return environment.get_template(f"{name}.md.j2").render().strip()
+
+    return {name: partial(made, name) for name in NAMES}
 
 
 def _run(path: Path) -> Run:
