@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from eval.bench import layer_stacks, readers
-from eval.bench.context import Context
-from eval.bench.layer_stacks import Case, LayerStack, Shape
-from eval.bench.readers import Reader, l3_bytes
+from eval.bench import layer_stacks, readers, rivals
+from eval.bench.context import Bench, Context
+from eval.bench.device import CPU, Skip
+from eval.bench.layer_stacks import LLAMA_3_8B, SMOLLM2, BlockStack, Case
+from eval.bench.readers import Reader
 from eval.bench.timing import Contender, Timings, interleave
-from eval.bench.workload import check, dtype_name, rms_ratio
-from eval.core.table import Bound, Cell, Column, Result, Row, fixed, scientific
+from eval.bench.workload import dtype_name
+from eval.core.table import Bound, Cell, Column, Row, fixed, scientific
 
-SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3-8B", 32, 8, 128))
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""RMS error ratio against attention computed in float32."""
+"""RMS error ratio against attention computed in float64."""
 MIN_SPEEDUP = {torch.float32: 3.5, torch.bfloat16: 3.0}
-MIN_BANDWIDTH_SHARE = 0.55
+MIN_BANDWIDTH_PERCENT = 55.0
 LONG_TOKENS = 8192
 
 COLUMNS = (
@@ -38,47 +36,35 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class _Effort:
-    budget_s: float
-    min_rounds: int
-
-
 def cases(quick: bool) -> Iterator[Case]:
     """Every case, or the few that say most."""
-    for shape in SHAPES:
+    for shape in (SMOLLM2, LLAMA_3_8B):
         for batch in (1,) if quick else (1, 8):
             for dtype in (torch.float32, torch.bfloat16):
                 for tokens in (512, LONG_TOKENS) if quick else (512, 2048, LONG_TOKENS):
                     yield Case(shape, batch, dtype, tokens)
 
 
-def run(context: Context) -> Result:
-    """The `attention` bench."""
+def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     reader, _ = context.bandwidth
-    started_s = time.perf_counter()
     rows = []
     for case in cases(context.quick):
         context.progress(f"attention: {case}")
         seconds = 4.0 if case.batch == 1 else 2.0
-        rows.append(measure(case, reader, _Effort(context.budget_s(seconds), context.rounds(5))))
-    return Result(
-        "attention",
-        "write of a new token and attention, per layer call",
-        COLUMNS,
-        rows,
-        (
-            "Dynamic: torch.cat and SDPA; Static: index_copy_, the mask that generate makes, SDPA. "
-            f"Calls go round so many layers that their K and V are {4 * l3_bytes() >> 20} MiB or more.",
-            "x: median over rounds of the quotient within a round. GB/s: K and V bytes over the whole call; "
-            f"{reader.note}",
-            "error: RMS ratio of Paged against attention in float32 over the DynamicCache's K and V.",
-        ),
-        time.perf_counter() - started_s,
+        rows.append(measure(case, reader, context.budget_s(seconds), context.rounds(5)))
+    return rows, (
+        "Dynamic: torch.cat and SDPA; Static: index_copy_, the mask that generate makes, SDPA. "
+        f"Calls go round so many layers that their K and V are {4 * CPU.cache_bytes() >> 20} MiB or more.",
+        "x: median over rounds of the quotient within a round. GB/s: K and V bytes over the whole call; "
+        f"{reader.note}",
+        "error: RMS ratio of Paged against attention in float64 over the DynamicCache's K and V.",
     )
 
 
-def measure(case: Case, reader: Reader, effort: _Effort) -> Row:
+BENCH = Bench("attention", "write of a new token and attention, per layer call", COLUMNS, _measure)
+
+
+def measure(case: Case, reader: Reader, budget_s: float, min_rounds: int) -> Row:
     """Fill the caches, check their answers, time them.
 
     Raises:
@@ -86,65 +72,129 @@ def measure(case: Case, reader: Reader, effort: _Effort) -> Row:
     """
     with torch.no_grad():
         stacks = layer_stacks.filled(case)
-        errors = _check(case, stacks)
-        contenders = [Contender(stack.name, stack.step, stack.restore) for stack in stacks]
-        contenders.append(reader.contender())
-        timings = interleave(contenders, budget_s=effort.budget_s, min_rounds=effort.min_rounds)
-    return _row(case, reader, timings, errors)
-
-
-def _row(case: Case, reader: Reader, timings: Timings, errors: dict[str, float]) -> Row:
-    layers = case.layers
-    speedup = timings.speedup("paged", "dynamic")
-    share = reader.share(timings, "paged", case.kv_bytes * layers)
+        errors = layer_stacks.errors_of(stacks, TOLERANCE[case.dtype], expected=stacks[0])
+        contenders = [*(stack.contender() for stack in stacks), reader.contender()]
+        timings = interleave(contenders, budget_s=budget_s, min_rounds=min_rounds)
     cells: dict[str, Cell] = {
         "shape": case.shape.name,
         "batch": case.batch,
         "dtype": dtype_name(case.dtype),
         "tokens": case.tokens,
-        "dynamic_us": 1e6 * timings.median_s("dynamic") / layers,
-        "static_us": 1e6 * timings.median_s("static") / layers,
-        "paged_us": 1e6 * timings.median_s("paged") / layers,
-        "over_dynamic": speedup,
+        **{f"{stack.name}_us": 1e6 * timings.median_s(stack.name) / case.layers for stack in stacks},
+        "over_dynamic": timings.speedup("paged", "dynamic"),
         "over_static": timings.speedup("paged", "static"),
-        **reader.cells(timings, "paged", case.kv_bytes * layers),
+        **reader.cells(timings, "paged", case.kv_bytes * case.layers),
         "error": errors["paged"],
-        "layers": layers,
+        "layers": case.layers,
         "rounds": len(timings.seconds["paged"]),
     }
-    return Row(cells, tuple(_bounds(case, speedup, share)))
+    return Row(cells, tuple(_bounds(case, cells)))
 
 
-def _bounds(case: Case, speedup: float, share: float) -> Iterator[Bound]:
+def _bounds(case: Case, cells: dict[str, Cell]) -> Iterator[Bound]:
     if case.tokens != LONG_TOKENS or case.batch != 1:
         return
-    yield Bound("Dynamic", speedup, MIN_SPEEDUP[case.dtype])
+    yield Bound("Dynamic", float(cells["over_dynamic"] or 0), MIN_SPEEDUP[case.dtype])
     if case.dtype == torch.float32:
-        yield Bound("bandwidth", 100 * share, 100 * MIN_BANDWIDTH_SHARE, unit=" %")
+        percent = float(cells["bandwidth_percent"] or 0)
+        yield Bound("bandwidth", percent, MIN_BANDWIDTH_PERCENT, unit=" %")
 
 
-def _check(case: Case, stacks: list[LayerStack]) -> dict[str, float]:
-    """The error of each stack against attention in float32; `WrongAnswer` if one is too large."""
-    dynamic = next(stack for stack in stacks if stack.name == "dynamic")
-    errors = {stack.name: 0.0 for stack in stacks}
-    for layer_idx in sorted({0, case.layers - 1}):
-        got = {stack.name: stack.attend(layer_idx) for stack in stacks}
-        want = _attention_in_float32(case, dynamic, layer_idx)
-        for name, output in got.items():
-            error = check(f"{name} cache, {case}", rms_ratio(output, want), TOLERANCE[case.dtype])
-            errors[name] = max(errors[name], error)
-    for stack in stacks:
-        stack.finish_pass(done={0, case.layers - 1})
-        stack.restore(1)
-    return errors
+# --- the kernels alone, as a GPU runs them ------------------------------------------------------------------
+
+KERNEL_TOLERANCE = 5e-3
+MIN_PERCENT_OF_COPY = 85.0
+REQUIRED_BATCHES = (8, 32)
+COPY_BYTES = 2 << 30
+
+KERNEL_COLUMNS = (
+    Column("case", "batch x tokens"),
+    Column("kernel", "kernel"),
+    Column("us", "µs", fixed(1)),
+    *readers.COLUMNS,
+    Column("error", "error", scientific),
+)
+KERNEL_NOTES = (
+    "blocks: write and attention as Python calls them; masked: with a mask that hides nothing; graph: a CUDA "
+    "graph of the same launches, which leaves the time of the kernels alone. sdpa and others: attention "
+    "alone, over dense K and V. machine: a copy within the device's memory in the same rounds.",
+)
 
 
-def _attention_in_float32(case: Case, dynamic: LayerStack, layer_idx: int) -> torch.Tensor:
-    layer = dynamic.cache.layers[layer_idx]
-    outputs = []
-    for row in range(case.batch):  # a row at a time: the float32 copies stay small
-        keys, values = layer.keys[row].float(), layer.values[row].float()
-        query = dynamic.query[row].float().view(case.shape.kv_heads, -1, case.shape.head_dim)
-        weights = (query @ keys.transpose(1, 2) * dynamic.scaling).softmax(dim=-1)
-        outputs.append((weights @ values).view(1, case.shape.q_heads, -1))
-    return torch.stack(outputs)  # [batch, 1, q_heads, head_dim]
+def measure_kernels(case: Case, copy_bytes: int = COPY_BYTES, budget_s: float = 1.5) -> list[Row]:
+    """Check and time write and attention over blocks, beside SDPA and a copy.
+
+    Raises:
+        WrongAnswer: an answer is not what it should be.
+        Skip: there is not enough memory.
+    """
+    case.device.check_room(2 * case.kv_bytes * case.layers + 2 * copy_bytes + (4 << 30))
+    copy, blocks = readers.copy(case.device, copy_bytes), BlockStack(case)
+    masked = blocks.masked()
+    errors = {stack.name: stack.error(stack.step, KERNEL_TOLERANCE) for stack in (blocks, masked)}
+    contenders = [stack.contender() for stack in (blocks, masked)]
+    sdpa = Contender("sdpa", rivals.step_of("sdpa", blocks))
+    try:
+        sdpa.step()
+        contenders.append(sdpa)
+    except RuntimeError:
+        pass  # no kernel of torch's takes this case
+    rows = _kernel_rows(case, copy, contenders, budget_s, errors)
+    try:
+        graph = case.device.graph_of(blocks.step)
+    except Skip:
+        return _required(case, rows, "blocks")
+    errors["graph"] = blocks.error(graph, KERNEL_TOLERANCE)
+    # Only now: a step that may not be captured can leave the process without a device.
+    rows += _kernel_rows(case, copy, [Contender("graph", graph)], budget_s, errors)
+    return _required(case, rows, "graph")
+
+
+def measure_rival(name: str, case: Case, copy_bytes: int = COPY_BYTES) -> list[Row]:
+    """Time another library's kernel beside a copy.
+
+    Raises:
+        Skip: it cannot run here.
+    """
+    case.device.check_room(2 * case.kv_bytes * case.layers + 2 * copy_bytes + (4 << 30))
+    contender = Contender(name, rivals.step_of(name, BlockStack(case)))
+    return _kernel_rows(case, readers.copy(case.device, copy_bytes), [contender], 1.0, {})
+
+
+def _kernel_rows(
+    case: Case, copy: Reader, contenders: list[Contender], budget_s: float, errors: dict[str, float]
+) -> list[Row]:
+    timings: Timings = interleave(
+        [copy.contender(), *contenders],
+        budget_s=budget_s,
+        min_rounds=3,
+        max_rounds=15,
+        steps=None,
+        device=case.device,
+    )
+    return [
+        Row(
+            {
+                "case": f"{case.batch}x{case.tokens}",
+                "kernel": contender.name,
+                "us": 1e6 * timings.median_s(contender.name) / case.layers,
+                **copy.cells(timings, contender.name, case.kv_bytes * case.layers),
+                "error": errors.get(contender.name),
+                "layers": case.layers,
+                "rounds": len(timings.seconds[contender.name]),
+            }
+        )
+        for contender in contenders
+    ]
+
+
+def _required(case: Case, rows: list[Row], kernel: str) -> list[Row]:
+    """The rows with what is required of one kernel, where a device has enough to do and is no stand-in."""
+    if not case.device.is_gpu or case.batch not in REQUIRED_BATCHES or case.tokens < LONG_TOKENS:
+        return rows
+    return [Row(row.cells, (_share_of_copy(row),)) if row.cells["kernel"] == kernel else row for row in rows]
+
+
+def _share_of_copy(row: Row) -> Bound:
+    percent = float(row.cells["bandwidth_percent"] or 0)
+    return Bound("copy bandwidth", percent, MIN_PERCENT_OF_COPY, unit=" %")

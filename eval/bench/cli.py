@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from eval.core.console import header, write_results
+from eval.core.console import EXIT_WRONG, check_writable, header, terminal, usage_errors, write_json
+from eval.core.table import Result, WrongAnswer
 from eval.core.errors import UsageError
-
-EXIT_WRONG = 1
-EXIT_USAGE = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -33,22 +28,18 @@ def bench(
     required number that is missed is marked.
     """
     from eval.bench.kernel_tests import NotGreen
-    from eval.core.table import WrongAnswer
 
+    wrong = "the kernels are not known to be right, so no speed is reported"
     try:
-        run(only, quick, json_file)
-    except UsageError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_USAGE) from error
-    except NotGreen as error:
-        typer.echo(f"the kernels are not known to be right, so no speed is reported: {error}", err=True)
-        raise typer.Exit(EXIT_WRONG) from error
-    except WrongAnswer as error:
-        typer.echo(f"wrong answer, so no speed is reported: {error}", err=True)
+        with usage_errors():
+            run(only, quick, json_file)
+    except (NotGreen, WrongAnswer) as error:
+        what = wrong if isinstance(error, NotGreen) else "wrong answer, so no speed is reported"
+        typer.echo(f"{what}: {error}", err=True)
         raise typer.Exit(EXIT_WRONG) from error
 
 
-def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
+def run(only: str | None, quick: bool, json_file: Path | None) -> list[Result]:
     """Run the kernel tests, then the benches; print their tables and what is required, write the JSON file.
 
     Raises:
@@ -56,19 +47,15 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
         NotGreen: the kernel tests fail or cannot be run.
         WrongAnswer: a cache computed something wrong.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    console = terminal()
     import torch
-    from rich.console import Console
 
     from eval.bench import kernel_tests, registry
     from eval.bench.context import Context
     from eval.core import device, table
 
     benches = registry.chosen(only)
-    if json_file is not None:
-        write_results(json_file, "", mode="a")  # before the work, to hear of a wrong path; changes nothing
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
+    check_writable(json_file)
     started_s = time.perf_counter()
     described = device.describe(torch.device("cpu"))
     backend, isa = _backend()
@@ -91,7 +78,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
             "kernel_tests": tests.to_dict(),
             "results": [result.to_dict() for result in results],
         }
-        write_results(json_file, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_json(json_file, document)
     return results
 
 
@@ -115,8 +102,3 @@ def _backend() -> tuple[str, str | None]:
     except (BackendUnavailable, PagedCacheError) as error:
         raise UsageError(str(error)) from error
     return backend, cpp.isa() if backend == "cpp" else None
-
-
-def main() -> None:
-    """Run the command line; the exit code is 0, 1 (something is wrong) or 2 (a request cannot be met)."""
-    sys.exit(app())

@@ -1,7 +1,8 @@
-"""What the benches of one run share: settings, the measured bandwidth, loaded models."""
+"""What a bench is, and what the benches of one run share."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eval.core.table import Column, Result, Row
+
 if TYPE_CHECKING:
     from eval.bench.readers import Reader
-    from eval.core.table import Row
 
 
 @dataclass
@@ -52,3 +54,27 @@ class Context:
             self.progress(f"loading the model in {workload.dtype_name(dtype)}")
             self._model = (dtype, *workload.load_model(dtype))
         return self._model[1:]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Something to measure.
+
+    Attributes:
+        name: what `--only` calls it.
+        title: of its table.
+        columns: of its table.
+        measure: the rows, and notes on what the columns mean; raises `WrongAnswer` instead of reporting the
+            speed of something wrong.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    measure: Callable[[Context], tuple[list[Row], tuple[str, ...]]]
+
+    def run(self, context: Context) -> Result:
+        """Its table."""
+        started_s = time.perf_counter()
+        rows, notes = self.measure(context)
+        return Result(self.name, self.title, self.columns, rows, notes, time.perf_counter() - started_s)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from eval.bench import readers, workload
-from eval.bench.context import Context
-from eval.bench.timing import STEPS, Contender, Timings, interleave
-from eval.core.table import Bound, Cell, Column, Result, Row, fixed, scientific
+from eval.bench.context import Bench, Context
+from eval.bench.timing import STEPS, Contender, interleave
+from eval.core.table import Bound, Column, Row, fixed, scientific
 
 CONTEXT_TOKENS = (128, 2048, 8192)
 MIN_SPEEDUP = {128: 0.97, 2048: 1.2, 8192: 1.6}
@@ -37,36 +36,35 @@ COLUMNS = (
 )
 
 
-def run(context: Context) -> Result:
-    """The `decode` bench."""
-    started_s = time.perf_counter()
+def _measure_all(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     rows = []
     for dtype in (torch.float32,) if context.quick else (torch.float32, torch.bfloat16):
         model, source = context.model(dtype)
         for tokens in CONTEXT_TOKENS:
             context.progress(f"decode: {workload.dtype_name(dtype)}, {tokens} tokens")
             with torch.inference_mode():
-                rows += _measure(context, model, dtype, tokens)
-    return Result(
-        "decode",
-        "a decode step of the whole model, batch 1",
-        COLUMNS,
-        rows,
-        (
-            f"{source}; one forward of one token over K and V of the others.",
-            "no history: the same forward without a cache, which is all of a step but reading K and V; "
-            "limit: Dynamic over that, which a cache that costs nothing would reach.",
-            "reads: every weight once, and K and V as the cache holds them; GB/s: that over the step; "
-            f"{context.bandwidth[0].note}",
-            "x: median over rounds of the quotient within a round. "
-            "error: RMS ratio of the logits, Paged against Dynamic; of a format against a DynamicCache "
-            "with the K and V that the quantized cache gives back.",
-        ),
-        time.perf_counter() - started_s,
+                rows += measure(context, model, dtype, tokens)
+    return rows, (
+        f"{source}; one forward of one token over K and V of the others.",
+        "no history: the same forward without a cache, which is all of a step but reading K and V; "
+        "limit: Dynamic over that, which a cache that costs nothing would reach.",
+        "reads: every weight once, and K and V as the cache holds them; GB/s: that over the step; "
+        f"{context.bandwidth[0].note}",
+        "x: median over rounds of the quotient within a round. "
+        "error: RMS ratio of the logits, Paged against Dynamic; of a format against a DynamicCache "
+        "with the K and V that the quantized cache gives back.",
     )
 
 
-def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> list[Row]:
+BENCH = Bench("decode", "a decode step of the whole model, batch 1", COLUMNS, _measure_all)
+
+
+def measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> list[Row]:
+    """Fill a cache of each sort, check their logits, time a step of each.
+
+    Raises:
+        WrongAnswer: logits are not what they should be.
+    """
     formats = FORMATS if dtype == torch.float32 else ()
     names = ("dynamic", "paged", *formats)
     caches = {name: workload.new_cache(name, model) for name in names}
@@ -78,14 +76,13 @@ def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> l
     errors = {"paged": workload.compare_logits(model, exact, token, dtype)}
     errors |= {name: _format_error(model, name, caches[name], token) for name in formats}
     reader, _ = context.bandwidth
+    without = Contender(
+        "without", lambda: model(token, use_cache=False), prepare=lambda: workload.use("dynamic", model)
+    )
     timings = interleave(
         [
             *(workload.forward_contender(name, model, caches[name], token) for name in names),
-            Contender(
-                "without",
-                lambda: model(token, use_cache=False),
-                prepare=lambda: workload.use("dynamic", model),
-            ),
+            without,
             reader.contender(),
         ],
         budget_s=context.budget_s(10.0),
@@ -94,9 +91,23 @@ def _measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> l
     weight_bytes = sum(weights.nbytes for weights in model.parameters())
     rows = []
     for name in names[1:]:
+        speedup = timings.speedup(name, "dynamic")
         read_bytes = weight_bytes + caches[name].memory_footprint().used_bytes
-        bandwidth = {"read_mb": read_bytes / 1e6, **reader.cells(timings, name, read_bytes)}
-        rows.append(_row(dtype, tokens, name, timings, {**bandwidth, "error": errors[name]}))
+        cells = {
+            "dtype": workload.dtype_name(dtype),
+            "tokens": tokens,
+            "format": "auto" if name == "paged" else name,
+            "dynamic_ms": 1e3 * timings.median_s("dynamic"),
+            "paged_ms": 1e3 * timings.median_s(name),
+            "over_dynamic": speedup,
+            "without_ms": 1e3 * timings.median_s("without"),
+            "limit": timings.speedup("without", "dynamic"),
+            "read_mb": read_bytes / 1e6,
+            **reader.cells(timings, name, read_bytes),
+            "error": errors[name],
+            "rounds": len(timings.seconds[name]),
+        }
+        rows.append(Row(cells, tuple(_bounds(dtype, tokens, name, speedup))))
     return rows
 
 
@@ -111,23 +122,6 @@ def _format_error(model: Any, name: str, cache: Any, token: torch.Tensor) -> flo
     workload.remove_last(cache, token.shape[1])
     error = workload.rms_ratio(logits, workload.forward("dynamic", model, repeated, token))
     return workload.check(f"logits with a cache in {name}", error, FORMAT_TOLERANCE)
-
-
-def _row(dtype: torch.dtype, tokens: int, name: str, timings: Timings, others: dict[str, Cell]) -> Row:
-    speedup = timings.speedup(name, "dynamic")
-    cells: dict[str, Cell] = {
-        "dtype": workload.dtype_name(dtype),
-        "tokens": tokens,
-        "format": "auto" if name == "paged" else name,
-        "dynamic_ms": 1e3 * timings.median_s("dynamic"),
-        "paged_ms": 1e3 * timings.median_s(name),
-        "over_dynamic": speedup,
-        "without_ms": 1e3 * timings.median_s("without"),
-        "limit": timings.speedup("without", "dynamic"),
-        **others,
-        "rounds": len(timings.seconds[name]),
-    }
-    return Row(cells, tuple(_bounds(dtype, tokens, name, speedup)))
 
 
 def _bounds(dtype: torch.dtype, tokens: int, name: str, speedup: float) -> Iterator[Bound]:

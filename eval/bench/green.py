@@ -1,4 +1,7 @@
-"""What the kernel tests last passed on: they need not run again while nothing that they depend on changed."""
+"""What the kernel tests last passed on: they need not run again while nothing that they depend on changed.
+
+It loads quickly, as does `kernel_tests`: the process that runs the tests begins with both.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hf_paged_cache.kernels.cpp import build, library_folder
-
 _FOLDERS = ("hf_paged_cache", "tests")
 _FILES = (
     "pyproject.toml",
     "eval/bench/green.py",
     "eval/bench/kernel_tests.py",
-    "eval/bench/pytest_events.py",
+    "eval/core/isolation.py",
 )
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "pytest", "hypothesis")
 _VARIABLES = (
@@ -61,6 +60,8 @@ def digest(root: Path, backend: str, tests: Iterable[str]) -> str:
 
 def facts(backend: str) -> dict[str, Any]:
     """What the tests depend on besides sources, ready for JSON."""
+    import torch
+
     from eval.core import device
 
     described = device.describe(torch.device("cpu"))
@@ -85,6 +86,8 @@ def recall(name: str, wanted: str) -> dict[str, Any] | None:
 
 def note(name: str, made: str, outcome: dict[str, Any]) -> None:
     """Note a green run in place of the last one of this name; where nothing can be written, do nothing."""
+    from hf_paged_cache.kernels.cpp import library_folder
+
     with contextlib.suppress(OSError):
         path = _path(name)
         library_folder.make(path.parent)
@@ -98,6 +101,8 @@ def note(name: str, made: str, outcome: dict[str, Any]) -> None:
 
 
 def _path(name: str) -> Path:
+    from hf_paged_cache.kernels.cpp import library_folder
+
     return library_folder.cache_dir() / f"kernel-tests-{name}.json"
 
 
@@ -109,6 +114,8 @@ def _sources(root: Path) -> list[Path]:
 
 def _library() -> str | None:
     """The name of the compiled kernel, which hashes its sources, flags and compiler."""
+    from hf_paged_cache.kernels.cpp import build
+
     try:
         return build.load().stem
     except (build.BuildError, OSError):

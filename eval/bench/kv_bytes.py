@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 from eval.bench import workload
-from eval.bench.context import Context
-from eval.bench.seed import SEED
-from eval.core.table import Bound, Cell, Column, Result, Row, WrongAnswer, fixed
+from eval.bench.context import Bench, Context
+from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed
 from hf_paged_cache.config import LAYER_DTYPES, LayerDtype
 
 TOKENS = 8192
@@ -35,26 +33,20 @@ COLUMNS = (
 )
 
 
-def run(context: Context) -> Result:
-    """The `bytes` bench."""
-    started_s = time.perf_counter()
+def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     config = workload.smollm2_config()
     rows = []
     for dtype in DTYPES:
         for name in LAYER_DTYPES:
             context.progress(f"bytes: {workload.dtype_name(dtype)}, {name}")
             rows.append(measure(config, dtype, name, TOKENS))
-    return Result(
-        "bytes",
-        f"K and V of {TOKENS} tokens in the shape of SmolLM2-135M, one row",
-        COLUMNS,
-        rows,
-        (
-            "bytes: memory_footprint().used_bytes, with scales and with the blocks that stay in the model's "
-            "dtype (first and newest); Dynamic: the tensors of a DynamicCache.",
-        ),
-        time.perf_counter() - started_s,
+    return rows, (
+        "bytes: memory_footprint().used_bytes, with scales and with the blocks that stay in the model's "
+        "dtype (first and newest); Dynamic: the tensors of a DynamicCache.",
     )
+
+
+BENCH = Bench("bytes", f"K and V of {TOKENS} tokens in the shape of SmolLM2-135M, one row", COLUMNS, _measure)
 
 
 def measure(config: LlamaConfig, dtype: torch.dtype, name: LayerDtype, tokens: int) -> Row:
@@ -89,7 +81,7 @@ def measure(config: LlamaConfig, dtype: torch.dtype, name: LayerDtype, tokens: i
 
 def _states(config: Any, dtype: torch.dtype, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Random K and V of every layer."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(workload.SEED)
     shape = (1, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
     for _ in range(config.num_hidden_layers):
         keys, values = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Attention layers without a model: a cache with many layers, filled, and the function that attends it."""
+"""Attention layers without a model: K and V of many layers, and the function that attends them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eval.bench.readers import l3_bytes
-from eval.bench.seed import SEED
-from eval.bench.workload import dtype_name, remove_last
+from eval.bench.device import CPU, Device
+from eval.bench.timing import Contender
+from eval.bench.workload import SEED, check, dtype_name, remove_last, rms_ratio
+from eval.core.table import WrongAnswer
 from hf_paged_cache.config import KVCacheDtype
+from hf_paged_cache.kernels import dispatch, reference
+from hf_paged_cache.kernels.call import Attention, LayerBlocks, RowLengths
+from hf_paged_cache.store.pool import PoolShape, allocate_dense
 
 _SPARE_TOKENS = 64
-_BLOCK_SIZE = 64
+BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,25 @@ class Shape:
     head_dim: int
 
 
+SMOLLM2 = Shape("SmolLM2-135M", 9, 3, 64)
+LLAMA_3_8B = Shape("Llama-3-8B", 32, 8, 128)
+
+
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a step that attends `tokens` tokens, the new one included."""
+    """One thing to measure: a step that attends `tokens` tokens, the new one included.
+
+    Attributes:
+        least_bits: bits per value of the smallest contender, where one keeps fewer than the dtype has.
+        device: where.
+    """
 
     shape: Shape
     batch: int
     dtype: torch.dtype
     tokens: int
     least_bits: float | None = None
-    """Bits per value of the smallest contender, where one keeps fewer than the dtype has."""
+    device: Device = CPU
 
     @property
     def kv_bytes(self) -> int:
@@ -51,57 +64,158 @@ class Case:
         """Layers to go round, so that K and V come from memory and not from the processor's caches."""
         bits = 8 * self.dtype.itemsize
         least_bytes = int(self.kv_bytes * (self.least_bits or bits) / bits)
-        return max(2, -(-4 * l3_bytes() // least_bytes))
+        return max(2, -(-4 * self.device.cache_bytes() // least_bytes))
+
+    def random(self, *heads_and_tokens: tuple[int, int], seed: int = SEED) -> list[torch.Tensor]:
+        """States `[batch, heads, tokens, head_dim]` as projections leave them: the middle two swapped."""
+        where = self.device.torch_device
+        generator = torch.Generator(where).manual_seed(seed)
+        return [
+            torch.randn(self.batch, tokens, heads, self.shape.head_dim, generator=generator, device=where)
+            .to(self.dtype)
+            .transpose(1, 2)
+            for heads, tokens in heads_and_tokens
+        ]
 
     def __str__(self) -> str:
         return f"{self.shape.name}, batch {self.batch}, {dtype_name(self.dtype)}, {self.tokens} tokens"
 
 
-class LayerStack:
+class Stack:
     """The layers of one contender. `step` is a decode step of all of them, one after the other."""
 
-    def __init__(
-        self, name: str, case: Case, cache: Any, attention: Callable[..., Any], mask: torch.Tensor | None
-    ):
+    def __init__(self, name: str, case: Case, layers: int) -> None:
+        shape = case.shape
         self.name = name
         self.case = case
-        self.cache = cache
-        self.attention = attention
-        self.mask = mask
-        self.layers = len(cache.layers)
-        self.modules = [_AttentionModule(case.shape, layer_idx) for layer_idx in range(self.layers)]
-        self.scaling = case.shape.head_dim**-0.5
-        generator = torch.Generator().manual_seed(SEED)
-        self.query, self.keys, self.values = (
-            # Layers project to [batch, tokens, heads, head_dim] and swap the middle two.
-            torch.randn(case.batch, 1, heads, case.shape.head_dim, generator=generator)
-            .to(case.dtype)
-            .transpose(1, 2)
-            for heads in (case.shape.q_heads, case.shape.kv_heads, case.shape.kv_heads)
+        self.layers = layers
+        self.scaling = shape.head_dim**-0.5
+        self.query, self.keys, self.values = case.random(
+            (shape.q_heads, 1), (shape.kv_heads, 1), (shape.kv_heads, 1)
         )
 
     def attend(self, layer_idx: int) -> torch.Tensor:
         """The new token of one layer: write, attend. `[batch, 1, q_heads, head_dim]`."""
-        keys, values = self.cache.update(self.keys, self.values, layer_idx)
-        output: torch.Tensor = self.attention(
-            self.modules[layer_idx], self.query, keys, values, self.mask, dropout=0.0, scaling=self.scaling
-        )[0]
-        return output
+        raise NotImplementedError
+
+    def stored(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V that the step before has attended, `[kv_heads, tokens, head_dim]`."""
+        raise NotImplementedError
 
     def step(self) -> None:
         """The new token of every layer."""
         for layer_idx in range(self.layers):
             self.attend(layer_idx)
 
-    def finish_pass(self, done: set[int]) -> None:
-        """The new token of every layer that has not had it."""
-        for layer_idx in range(self.layers):
-            if layer_idx not in done:
-                self.attend(layer_idx)
-
     def restore(self, steps: int) -> None:
         """Take the last tokens back."""
+
+    def contender(self) -> Contender:
+        """The stack, to be timed."""
+        return Contender(self.name, self.step, self.restore)
+
+
+class LayerStack(Stack):
+    """The layers of a cache, with the attention function that a model would call."""
+
+    def __init__(
+        self,
+        name: str,
+        case: Case,
+        cache: Any,
+        attention: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"],
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(name, case, len(cache.layers))
+        self.cache = cache
+        self.attention = attention
+        self.mask = mask
+        self.modules = [_AttentionModule(case.shape, layer_idx) for layer_idx in range(self.layers)]
+
+    def attend(self, layer_idx: int) -> torch.Tensor:
+        """Through the cache."""
+        keys, values = self.cache.update(self.keys, self.values, layer_idx)
+        output: torch.Tensor = self.attention(
+            self.modules[layer_idx], self.query, keys, values, self.mask, dropout=0.0, scaling=self.scaling
+        )[0]
+        return output
+
+    def stored(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the cache gives back."""
+        layer = self.cache.layers[layer_idx]
+        return layer.keys[row], layer.values[row]
+
+    def restore(self, steps: int) -> None:
+        """Crop."""
         remove_last(self.cache, steps)
+
+
+class BlockStack(Stack):
+    """The kernels alone, over one pool with shuffled blocks: the new token is written anew at every step."""
+
+    def __init__(self, case: Case, mask: torch.Tensor | None = None) -> None:
+        super().__init__("blocks", case, case.layers)
+        shape, where = case.shape, case.device.torch_device
+        columns = -(-case.tokens // BLOCK_SIZE)
+        num_blocks = case.batch * columns
+        pool = PoolShape(shape.kv_heads, shape.head_dim, shape.head_dim, case.dtype, where)
+        keys, values = allocate_dense(pool, num_blocks, self.layers, BLOCK_SIZE)
+        generator = torch.Generator(where).manual_seed(SEED)
+        for states in (keys, values):
+            states.normal_(generator=generator)
+        order = torch.randperm(num_blocks, generator=generator, device=where)
+        table = order.to(torch.int32).view(case.batch, columns).contiguous()
+        lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=where)
+        held = RowLengths(case.tokens, lengths)
+        self.mask = mask
+        self.last_output = torch.empty(0)
+        self.blocks = [
+            LayerBlocks(keys[:, layer], values[:, layer], table, held) for layer in range(self.layers)
+        ]
+
+    def masked(self) -> BlockStack:
+        """The same blocks with a mask that hides nothing, as a host passes that has been given one."""
+        case, stack = self.case, object.__new__(BlockStack)
+        mask = torch.ones(case.batch, 1, 1, case.tokens, dtype=torch.bool, device=case.device.torch_device)
+        vars(stack).update(vars(self), name="masked", mask=mask)
+        return stack
+
+    def attend(self, layer_idx: int) -> torch.Tensor:
+        """By the dispatcher."""
+        blocks, tokens = self.blocks[layer_idx], self.case.tokens
+        dispatch.write(blocks, self.keys, self.values, tokens - 1)
+        return dispatch.decode(blocks, Attention(self.query, 0, tokens, self.scaling, self.mask))
+
+    def step(self) -> None:
+        """The new token of every layer."""
+        for layer_idx in range(self.layers):
+            self.last_output = self.attend(layer_idx)
+
+    def stored(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens before, and the new one as it should have been written."""
+        blocks = self.blocks[layer_idx]
+        one_row = LayerBlocks(blocks.keys, blocks.values, blocks.table[row : row + 1])
+        before = reference.gather(one_row, 0, self.case.tokens - 1)
+        keys, values = (
+            torch.cat((old[0], new[row]), dim=1)
+            for old, new in zip(before, (self.keys, self.values), strict=True)
+        )
+        return keys, values
+
+    def error(self, step: Callable[[], object], tolerance: float) -> float:
+        """RMS error ratio of the last layer after a step of this stack, which has to write all that it says.
+
+        Raises:
+            WrongAnswer: it is larger, or NaN.
+        """
+        blocks, last = self.blocks[-1], self.case.tokens - 1
+        ids = blocks.table[:, last // BLOCK_SIZE].long()
+        for pool in (blocks.keys, blocks.values):
+            pool[ids, :, last % BLOCK_SIZE] = torch.nan
+        self.last_output.fill_(torch.nan)
+        step()
+        error = rms_ratio(self.last_output, _exact(self, self, self.layers - 1))
+        return check(f"{self.name}, {self.case}", error, tolerance)
 
 
 class _AttentionModule(torch.nn.Module):
@@ -115,49 +229,46 @@ class _AttentionModule(torch.nn.Module):
         self.eval()
 
 
-def filled(case: Case) -> list[LayerStack]:
-    """The contenders, all holding the same random K and V of `case.tokens - 1` tokens."""
-    return fill([dynamic(case), _static(case), paged(case)])
-
-
 def fill(stacks: list[LayerStack]) -> list[LayerStack]:
     """Give all stacks of one case the same random K and V of `case.tokens - 1` tokens."""
     case = stacks[0].case
-    generator = torch.Generator().manual_seed(SEED)
-    shape = (case.batch, case.shape.kv_heads, case.tokens - 1, case.shape.head_dim)
+    states = (case.shape.kv_heads, case.tokens - 1)
     for layer_idx in range(max(stack.layers for stack in stacks)):
-        keys, values = (torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(2))
+        keys, values = (x.contiguous() for x in case.random(states, states, seed=SEED + layer_idx))
         for stack in stacks:
             if layer_idx < stack.layers:
                 stack.cache.update(keys, values, layer_idx)
     return stacks
 
 
+def filled(case: Case) -> list[LayerStack]:
+    """The caches of transformers and a `PagedCache`, all with one content."""
+    return fill([dynamic(case), static(case), paged(case)])
+
+
 def dynamic(case: Case) -> LayerStack:
     """A `DynamicCache`, empty, with SDPA."""
-    return LayerStack(
-        "dynamic", case, DynamicCache(config=config_of(case)), ALL_ATTENTION_FUNCTIONS["sdpa"], None
-    )
+    return LayerStack("dynamic", case, DynamicCache(config=config_of(case)))
 
 
-def _static(case: Case) -> LayerStack:
+def static(case: Case) -> LayerStack:
+    """A `StaticCache`, empty, with SDPA and the mask that `generate` makes."""
     length = case.tokens + _SPARE_TOKENS
-    cache = StaticCache(config=config_of(case), max_cache_len=length)
     mask = (torch.arange(length) < case.tokens).expand(case.batch, 1, 1, length)
-    return LayerStack("static", case, cache, ALL_ATTENTION_FUNCTIONS["sdpa"], mask)
+    return LayerStack("static", case, StaticCache(config=config_of(case), max_cache_len=length), mask=mask)
 
 
 def paged(case: Case, kv_cache_dtype: KVCacheDtype = "auto") -> LayerStack:
-    """A `PagedCache`, empty, with the attention function that a model would call."""
+    """A `PagedCache`, empty."""
     from hf_paged_cache import PagedCache
 
     config = config_of(case)
-    blocks = case.batch * -(-(case.tokens + _SPARE_TOKENS) // _BLOCK_SIZE)
+    blocks = case.batch * -(-(case.tokens + _SPARE_TOKENS) // BLOCK_SIZE)
     cache = PagedCache(
-        config, block_size=_BLOCK_SIZE, max_tokens=blocks * _BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype
+        config, block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype
     )
     name = "paged" if kv_cache_dtype == "auto" else kv_cache_dtype
-    return LayerStack(name, case, cache, ALL_ATTENTION_FUNCTIONS[config._attn_implementation], None)
+    return LayerStack(name, case, cache, ALL_ATTENTION_FUNCTIONS[config._attn_implementation])
 
 
 def config_of(case: Case, layers: int | None = None) -> LlamaConfig:
@@ -173,3 +284,46 @@ def config_of(case: Case, layers: int | None = None) -> LlamaConfig:
     )
     config._attn_implementation = "sdpa"
     return config
+
+
+def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None) -> dict[str, float]:
+    """RMS error ratio of each stack's step in its first and last layer; all are left as they were.
+
+    Args:
+        stacks: of one case.
+        tolerance: what is allowed.
+        expected: whose K and V are right; each stack's own if there is none.
+
+    Raises:
+        WrongAnswer: an error is larger, or an answer holds NaN or infinity.
+    """
+    errors = {stack.name: 0.0 for stack in stacks}
+    for layer_idx in sorted({0, *(stack.layers - 1 for stack in stacks)}):
+        answers = [(stack, stack.attend(layer_idx)) for stack in stacks if layer_idx < stack.layers]
+        for stack, got in answers:
+            if stack.name == "stock":  # gives nothing back but to attention itself
+                if not got.isfinite().all():
+                    raise WrongAnswer("the stock cache's attention holds NaN or infinity")
+                continue
+            want = _exact(stack, expected or stack, layer_idx)
+            error = check(f"{stack.name} cache, {stack.case}", rms_ratio(got, want), tolerance)
+            errors[stack.name] = max(errors[stack.name], error)
+    for stack in stacks:
+        done = {0, *(other.layers - 1 for other in stacks)}
+        for layer_idx in range(stack.layers):
+            if layer_idx not in done:  # a step is one of all layers
+                stack.attend(layer_idx)
+        stack.restore(1)
+    return errors
+
+
+def _exact(stack: Stack, expected: Stack, layer_idx: int) -> torch.Tensor:
+    """Attention `[batch, 1, q_heads, head_dim]` in float64, a row at a time so that the copies stay small."""
+    shape = stack.case.shape
+    outputs = []
+    for row in range(stack.case.batch):
+        keys, values = (states.double() for states in expected.stored(layer_idx, row))
+        query = stack.query[row].double().view(shape.kv_heads, -1, shape.head_dim)
+        weights = (query @ keys.transpose(1, 2) * stack.scaling).softmax(dim=-1)
+        outputs.append((weights @ values).view(1, shape.q_heads, -1))
+    return torch.stack(outputs)

@@ -1,16 +1,21 @@
-"""Peak memory of one long `generate` call, each cache in a process of its own."""
+"""Peak memory of one long `generate` call, each cache in a process of its own.
+
+Memory that a process has freed would be used again by the next cache.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from typing import Any
 
-from eval.bench.context import Context
-from eval.core.table import Bound, Cell, Column, Result, Row, WrongAnswer, fixed
+import torch
+
+from eval.core import measure
+from eval.bench import workload
+from eval.bench.context import Bench, Context
+from eval.core.isolation import Workers
+from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed
+from hf_paged_cache.host.compat import cache_argument
 
 COLUMNS = (
     Column("case", "case"),
@@ -26,7 +31,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """One call, `chunk` tokens of the prompt at a time (0: all at once).
 
     `required`: caches that must stay below DynamicCache.
@@ -45,16 +50,17 @@ class _Case:
 FORMATS = ("int8", "int4")
 CACHES = ("dynamic", "paged", *FORMATS)
 _CASES = (
-    _Case(8192, 64, 512, required=("paged", *FORMATS)),
-    _Case(4097, 1, 0, required=FORMATS),
-    _Case(2048, 16, 0, required=()),
+    Case(8192, 64, 512, required=("paged", *FORMATS)),
+    Case(4097, 1, 0, required=FORMATS),
+    Case(2048, 16, 0, required=()),
 )
-_QUICK_CASES = (_Case(2048, 16, 512, required=("paged", *FORMATS)),)
+_QUICK_CASES = (Case(2048, 16, 512, required=("paged", *FORMATS)),)
 
 
-def run(context: Context) -> Result:
-    """The `memory` bench."""
-    started_s = time.perf_counter()
+_WARM_UP_TOKENS = 64
+
+
+def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     rows: list[Row] = []
     method = ""
     for case in _QUICK_CASES if context.quick else _CASES:
@@ -66,26 +72,22 @@ def run(context: Context) -> Result:
             raise WrongAnswer(f"memory, {case}: the paged cache generated other tokens than DynamicCache")
         rows += [_row(case, name, measured) for name in measured]
         method = measured["paged"]["method"]
-    return Result(
-        "memory",
-        "peak of one generate call, SmolLM2-135M float32, batch 1",
-        COLUMNS,
-        rows,
-        (
-            f"{method}; baseline: after loading the model and one short generate; x: rise over that of "
-            "DynamicCache. MB = 10^6 bytes.",
-            "K and V: in the model's dtype; of a format as it holds them. formula: 2 * layers * kv_heads * "
-            "head_dim * dtype_bytes * blocks * block_size, of a pool in the model's dtype, whose tokens are "
-            "those of DynamicCache.",
-            "A prompt at once peaks in its own activations, which no cache changes: there they differ "
-            "by how well the C library re-uses freed memory: tens of MB, this way or that, from run to run.",
-        ),
-        time.perf_counter() - started_s,
+    return rows, (
+        f"{method}; baseline: after loading the model and one short generate; x: rise over that of "
+        "DynamicCache. MB = 10^6 bytes.",
+        "K and V: in the model's dtype; of a format as it holds them. formula: 2 * layers * kv_heads * "
+        "head_dim * dtype_bytes * blocks * block_size, of a pool in the model's dtype, whose tokens are "
+        "those of DynamicCache.",
+        "A prompt at once peaks in its own activations, which no cache changes: there they differ "
+        "by how well the C library re-uses freed memory: tens of MB, this way or that, from run to run.",
     )
 
 
-def _row(case: _Case, name: str, measured: dict[str, dict[str, Any]]) -> Row:
-    taken = measured[name]
+BENCH = Bench("memory", "peak of one generate call, SmolLM2-135M float32, batch 1", COLUMNS, _measure)
+
+
+def _row(case: Case, name: str, measured: dict[str, dict[str, Any]]) -> Row:
+    taken, dynamic = measured[name], measured["dynamic"]
     pool: int | None = taken.get("pool_bytes")
     formula: int | None = taken.get("formula_bytes")
     cells: dict[str, Cell] = {
@@ -93,7 +95,7 @@ def _row(case: _Case, name: str, measured: dict[str, dict[str, Any]]) -> Row:
         "cache": name,
         "peak_mb": taken["peak_bytes"] / 1e6,
         "rise_mb": taken["rise_bytes"] / 1e6,
-        "rise_ratio": _ratio(taken["rise_bytes"], measured["dynamic"]["rise_bytes"]),
+        "rise_ratio": taken["rise_bytes"] / dynamic["rise_bytes"] if dynamic["rise_bytes"] else None,
         "kv_mb": taken["kv_bytes"] / 1e6,
         "over_kv_mb": (taken["rise_bytes"] - taken["kv_bytes"]) / 1e6,
         "pool_bytes": pool,
@@ -103,26 +105,74 @@ def _row(case: _Case, name: str, measured: dict[str, dict[str, Any]]) -> Row:
         raise WrongAnswer(f"memory, {case}: the pool has {pool} bytes, and the formula gives {formula}")
     if name not in case.required:
         return Row(cells)
-    peak_mb, dynamic_mb = (measured[cache]["peak_bytes"] / 1e6 for cache in (name, "dynamic"))
+    peak_mb, dynamic_mb = taken["peak_bytes"] / 1e6, dynamic["peak_bytes"] / 1e6
     return Row(cells, (Bound("peak", peak_mb, dynamic_mb, at_least=False, unit=" MB"),))
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
-def _in_own_process(name: str, case: _Case) -> dict[str, Any]:
-    numbers = (case.total_tokens - case.new_tokens, case.new_tokens, case.chunk)
-    finished = subprocess.run(
-        [sys.executable, "-m", "eval.bench.memory_child", name, *(str(number) for number in numbers)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if finished.returncode:
-        lines = "\n".join(finished.stderr.splitlines()[-15:])
-        raise RuntimeError(
-            f"the process measuring the {name} cache ended with {finished.returncode}:\n{lines}"
-        )
-    measured: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+def _in_own_process(name: str, case: Case) -> dict[str, Any]:
+    outcome = Workers(peak_of).one(name, case)
+    if outcome.problem is not None:
+        raise RuntimeError(f"measuring the {name} cache: {outcome.problem}\n{outcome.log}")
+    measured: dict[str, Any] = outcome.value
     return measured
+
+
+# --- in that process ----------------------------------------------------------------------------------------
+
+
+def peak_of(name: str, case: Case) -> dict[str, Any]:
+    """Generate with a cache of this name (`dynamic`, `paged`, or a format of the latter).
+
+    Returns peak and rise of memory, bytes of the cache, and the tokens.
+    """
+    model, _ = workload.load_model(torch.float32)
+    generator = torch.Generator().manual_seed(workload.SEED)
+    prompt_tokens = case.total_tokens - case.new_tokens
+    prompt = torch.randint(1, model.config.vocab_size, (1, prompt_tokens), generator=generator)
+    # Kernels are compiled and libraries make their buffers at the first call; that is no cache's doing.
+    _generate(model, name, prompt[:, :_WARM_UP_TOKENS], 4, min(case.chunk, _WARM_UP_TOKENS // 2))
+    with measure.peak_memory(torch.device("cpu")) as memory:
+        cache, tokens = _generate(model, name, prompt, case.new_tokens, case.chunk)
+    return {
+        "peak_bytes": memory.peak_bytes,
+        "rise_bytes": memory.rise_bytes,
+        "method": memory.method,
+        "tokens": tokens[0, prompt_tokens:].tolist(),
+        "kv_bytes": _kv_bytes(model.config, cache.get_seq_length()),
+        **_pool(name, model.config, cache),
+    }
+
+
+def _generate(
+    model: Any, name: str, prompt: torch.Tensor, new_tokens: int, chunk: int
+) -> tuple[Any, torch.Tensor]:
+    cache = workload.new_cache(name, model)
+    options: dict[str, Any] = {cache_argument(model): cache}
+    if chunk:
+        options["prefill_chunk_size"] = chunk
+    tokens: torch.Tensor = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        **options,
+    )
+    return cache, tokens
+
+
+def _pool(name: str, config: Any, cache: Any) -> dict[str, int]:
+    if name == "dynamic":
+        return {}
+    footprint, stats = cache.memory_footprint(), cache.stats()
+    if name != "paged":
+        return {"pool_bytes": footprint.pool_bytes, "kv_bytes": footprint.used_bytes}
+    return {
+        "pool_bytes": footprint.pool_bytes,
+        "formula_bytes": _kv_bytes(config, stats.num_blocks * stats.block_size),
+    }
+
+
+def _kv_bytes(config: Any, tokens: int) -> int:
+    head_dim = config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers * config.num_key_value_heads * head_dim) * 4 * tokens

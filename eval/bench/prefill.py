@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from eval.bench import readers, workload
-from eval.bench.context import Context
-from eval.bench.seed import SEED
+from eval.bench.context import Bench, Context
 from eval.bench.timing import Contender, interleave
-from eval.core.table import Bound, Cell, Column, Result, Row, fixed, scientific
+from eval.core.table import Bound, Cell, Column, Row, fixed, scientific
 
 PROMPT_TOKENS = 2048
 CHUNK_TOKENS = 512
@@ -29,41 +28,32 @@ COLUMNS = (
 )
 
 
-def run(context: Context) -> Result:
-    """The `prefill` bench."""
-    started_s = time.perf_counter()
+def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     model, source = context.model(torch.float32)
-    generator = torch.Generator().manual_seed(SEED)
-    prompt = torch.randint(model.config.vocab_size, (1, PROMPT_TOKENS), generator=generator)
+    prompt = workload.random_ids(model, 1, PROMPT_TOKENS)
     with torch.inference_mode():
         rows = [_prompt(context, model, prompt), _chunk(context, model, prompt[:, :CHUNK_TOKENS])]
-    return Result(
-        "prefill",
-        "prompts of the whole model, batch 1, float32",
-        COLUMNS,
-        rows,
-        (
-            f"{source}. The empty cache is a new one each time, so the paged pool's first touch is counted.",
-            "GB/s: K and V of the history over the whole forward, which computes more than it reads; "
-            f"{context.bandwidth[0].note}",
-            "x: median over rounds of the quotient within a round. "
-            "error: RMS ratio of the logits, Paged against Dynamic.",
-        ),
-        time.perf_counter() - started_s,
+    return rows, (
+        f"{source}. The empty cache is a new one each time, so the paged pool's first touch is counted.",
+        "GB/s: K and V of the history over the whole forward, which computes more than it reads; "
+        f"{context.bandwidth[0].note}",
+        "x: median over rounds of the quotient within a round. "
+        "error: RMS ratio of the logits, Paged against Dynamic.",
     )
+
+
+BENCH = Bench("prefill", "prompts of the whole model, batch 1, float32", COLUMNS, _measure)
 
 
 def _prompt(context: Context, model: Any, prompt: torch.Tensor) -> Row:
     context.progress(f"prefill: {PROMPT_TOKENS} tokens into an empty cache")
-    logits = {name: workload.forward(name, model, workload.new_cache(name, model), prompt) for name in _NAMES}
+
+    def forward(name: str) -> torch.Tensor:
+        return workload.forward(name, model, workload.new_cache(name, model), prompt)
+
+    logits = {name: forward(name) for name in _NAMES}
     error = workload.check_logits(logits, f"{PROMPT_TOKENS} tokens", torch.float32)
-    contenders = [
-        Contender(
-            name,
-            lambda name=name: workload.forward(name, model, workload.new_cache(name, model), prompt),  # type: ignore[misc]  # mypy cannot type a lambda's default
-        )
-        for name in _NAMES
-    ]
+    contenders = [Contender(name, partial(forward, name)) for name in _NAMES]
     return _row(context, f"{PROMPT_TOKENS} tokens, empty cache", contenders, error, None)
 
 

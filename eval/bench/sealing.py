@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
 from eval.bench import readers, workload
-from eval.bench.context import Context
-from eval.bench.timing import STEPS, Contender, Timings, interleave
-from eval.core.table import Bound, Cell, Column, Result, Row, WrongAnswer, fixed, scientific
+from eval.bench.context import Bench, Context
+from eval.bench.timing import STEPS, Contender, interleave
+from eval.core.table import Bound, Column, Row, fixed, scientific
 
 FORMATS = ("int4", "int8_block", "int4_group")
 """Formats that encode whole blocks; the others encode each token as it comes."""
@@ -34,33 +33,34 @@ COLUMNS = (
 )
 
 
-def run(context: Context) -> Result:
-    """The `sealing` bench."""
-    started_s = time.perf_counter()
+def _measure_all(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     model, source = context.model(torch.float32)
     rows = []
     with torch.inference_mode():
         for name in (REQUIRED,) if context.quick else FORMATS:
             for tokens in CONTEXT_TOKENS if name == REQUIRED else CONTEXT_TOKENS[-1:]:
                 context.progress(f"sealing: {name}, {tokens} tokens")
-                rows.append(_measure(context, model, name, tokens))
-    return Result(
-        "sealing",
-        "encoding a full block of all layers and heads, batch 1, float32 model",
-        COLUMNS,
-        rows,
-        (
-            f"{source}. step: a forward of one token over K and V of the others; seal: one block.",
-            "% of a step: seal over the tokens of a block over a step; median of quotients within a round.",
-            "GB/s: K and V of the block over sealing it, which may lie in the processor's caches; "
-            f"{context.bandwidth[0].note}",
-            "error: RMS ratio of what the sealed block gives back against one sealed by plain torch.",
-        ),
-        time.perf_counter() - started_s,
+                rows.append(measure(context, model, name, tokens))
+    return rows, (
+        f"{source}. step: a forward of one token over K and V of the others; seal: one block.",
+        "% of a step: seal over the tokens of a block over a step; median of quotients within a round.",
+        "GB/s: K and V of the block over sealing it, which may lie in the processor's caches; "
+        f"{context.bandwidth[0].note}",
+        "error: RMS ratio of what the sealed block gives back against one sealed by plain torch.",
     )
 
 
-def _measure(context: Context, model: Any, name: str, tokens: int) -> Row:
+BENCH = Bench(
+    "sealing", "encoding a full block of all layers and heads, batch 1, float32 model", COLUMNS, _measure_all
+)
+
+
+def measure(context: Context, model: Any, name: str, tokens: int) -> Row:
+    """Time a decode step and the sealing of a block beside it.
+
+    Raises:
+        WrongAnswer: the sealed block gives back something else than it should.
+    """
     cache = workload.new_cache(name, model)
     workload.fill([cache], model, tokens - STEPS)
     pool, slot, record = _open_block(cache)
@@ -75,8 +75,21 @@ def _measure(context: Context, model: Any, name: str, tokens: int) -> Row:
         budget_s=context.budget_s(5.0),
         min_rounds=context.rounds(9),
     )
-    bandwidth = reader.cells(timings, "seal", pool.keys[slot].nbytes + pool.values[slot].nbytes)
-    return _row(name, tokens, cache.stats().block_size, timings, {**bandwidth, "error": error})
+    block_size, seal_s = cache.stats().block_size, timings.median_s("seal")
+    share = 100 / block_size / timings.speedup("seal", name)
+    cells = {
+        "format": name,
+        "tokens": tokens,
+        "step_ms": 1e3 * timings.median_s(name),
+        "seal_ms": 1e3 * seal_s,
+        "per_token_us": 1e6 * seal_s / block_size,
+        "share_percent": share,
+        **reader.cells(timings, "seal", pool.keys[slot].nbytes + pool.values[slot].nbytes),
+        "error": error,
+        "rounds": len(timings.seconds[name]),
+    }
+    bound = Bound("of a step", share, MAX_SHARE_PERCENT, at_least=False, unit=" %")
+    return Row(cells, (bound,) if name == REQUIRED else ())
 
 
 def _open_block(cache: Any) -> tuple[Any, int, int]:
@@ -96,27 +109,5 @@ def _check(name: str, pool: Any, slot: int, record: int) -> float:
     got = pool.form.decode(pool.records[record])
     expected = torch.empty_like(pool.records[record])
     pool.form.encode(pool.keys[slot], pool.values[slot], expected)
-    errors = []
-    for part, want in zip(got, pool.form.decode(expected), strict=True):
-        if not part.isfinite().all():
-            raise WrongAnswer(f"a block sealed in {name} holds NaN or infinity")
-        errors.append(workload.rms_ratio(part, want))
+    errors = [workload.rms_ratio(*pair) for pair in zip(got, pool.form.decode(expected), strict=True)]
     return workload.check(f"a block sealed in {name}", max(errors), TOLERANCE)
-
-
-def _row(name: str, tokens: int, block_size: int, timings: Timings, others: dict[str, Cell]) -> Row:
-    share = 100 / block_size / timings.speedup("seal", name)
-    seal_s = timings.median_s("seal")
-    cells: dict[str, Cell] = {
-        "format": name,
-        "tokens": tokens,
-        "step_ms": 1e3 * timings.median_s(name),
-        "seal_ms": 1e3 * seal_s,
-        "per_token_us": 1e6 * seal_s / block_size,
-        "share_percent": share,
-        **others,
-        "rounds": len(timings.seconds[name]),
-    }
-    if name != REQUIRED:
-        return Row(cells)
-    return Row(cells, (Bound("of a step", share, MAX_SHARE_PERCENT, at_least=False, unit=" %"),))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from eval.bench.device import CPU, Device, repeats_of
 
 STEPS = 3
 """Steps of one contender in a row."""
@@ -32,7 +32,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one step: for each contender one median a round, rounds in the order they ran."""
+    """Seconds of one step: for each contender one number a round, rounds in the order they ran."""
 
     seconds: dict[str, list[float]]
 
@@ -55,7 +55,8 @@ def interleave(
     budget_s: float,
     min_rounds: int = 5,
     max_rounds: int = 60,
-    steps: int = STEPS,
+    steps: int | None = STEPS,
+    device: Device = CPU,
 ) -> Timings:
     """Time all contenders in rounds; the order within a round rotates from one to the next.
 
@@ -64,12 +65,15 @@ def interleave(
         budget_s: no new round begins after so many seconds, warm-up not counted.
         min_rounds: rounds that are run whatever they take.
         max_rounds: rounds at most.
-        steps: steps of one contender in a row; their median is its time in that round. One, if more would
-            not leave time for all rounds.
+        steps: steps of one contender in a row. One, if more would not leave time for all rounds; None for as
+            many as a turn needs to be timed well, of contenders that any number of steps leaves unchanged.
+        device: whose clock is used.
     """
-    round_s = sum(_median_step_s(contender, 1) for contender in contenders)
-    if min_rounds * steps * round_s > budget_s:
+    for _ in range(1 if steps is not None else 2):  # what is compiled at first would say nothing
+        first_s = {contender.name: _turn_s(contender, 1, device) for contender in contenders}
+    if steps is not None and min_rounds * steps * sum(first_s.values()) > budget_s:
         steps = 1
+    in_a_row = {name: steps or repeats_of(seconds) for name, seconds in first_s.items()}
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     started_s = time.perf_counter()
     for index in range(max_rounds):
@@ -77,27 +81,12 @@ def interleave(
             break
         shift = index % len(contenders)
         for contender in (*contenders[shift:], *contenders[:shift]):
-            seconds[contender.name].append(_median_step_s(contender, steps))
+            seconds[contender.name].append(_turn_s(contender, in_a_row[contender.name], device))
     return Timings(seconds)
 
 
-def _median_step_s(contender: Contender, steps: int) -> float:
-    taken = []
+def _turn_s(contender: Contender, steps: int, device: Device) -> float:
     contender.prepare()
-    with _no_garbage_collection():
-        for _ in range(steps):
-            start_s = time.perf_counter()
-            contender.step()
-            taken.append(time.perf_counter() - start_s)
+    taken_s = device.step_s(contender.step, steps)
     contender.restore(steps)
-    return statistics.median(taken)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    gc.collect(0)
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    return taken_s

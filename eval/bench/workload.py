@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
-from eval.bench.seed import SEED
+from eval.core import models
 from eval.bench.timing import Contender
 from eval.core import models
 from eval.core.errors import UsageError
 from eval.core.table import WrongAnswer
 from hf_paged_cache.host.compat import cache_argument
 
+SEED = 0
+"""What random numbers of all benches start from."""
 PROMPT_TOKENS = 512
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """RMS of the difference of logits over RMS of the logits, between two caches of one dtype."""
@@ -68,21 +70,25 @@ def use(name: str, model: Any) -> None:
     (disable if name == "dynamic" else enable)(model)
 
 
-def fill(caches: list[Any], model: Any, tokens: int) -> None:
-    """Give all caches the same K and V of `tokens` tokens of one row in every layer.
+def fill(caches: list[Any], model: Any, tokens: int, batch: int = 1) -> None:
+    """Give all caches the same K and V of `tokens` tokens in every row of every layer.
 
-    They are the model's own, of a prompt of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
+    They are the model's own, of prompts of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
     hang on the last bits, and a comparison would say nothing.
     """
-    generator = torch.Generator().manual_seed(SEED)
-    prompt = torch.randint(model.config.vocab_size, (1, PROMPT_TOKENS), generator=generator)
     source = new_cache("dynamic", model)
-    forward("dynamic", model, source, prompt)
+    forward("dynamic", model, source, random_ids(model, batch, PROMPT_TOKENS))
     repeats = -(-tokens // PROMPT_TOKENS)
     for layer_idx, (keys, values, *_) in enumerate(source):
         new = [states.repeat(1, 1, repeats, 1)[:, :, :tokens].contiguous() for states in (keys, values)]
         for cache in caches:
             cache.update(*new, layer_idx)
+
+
+def random_ids(model: Any, batch: int, tokens: int) -> torch.Tensor:
+    """Ids `[batch, tokens]`, where the model is."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(model.config.vocab_size, (batch, tokens), generator=generator).to(model.device)
 
 
 def replay(cache: Any, model: Any, tokens: int) -> Any:

@@ -11,10 +11,10 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from eval.bench import attention_step, blocks, kernel_tests, layer_stacks, readers, registry, workload
-from eval.bench.attention_step import _Effort
+from eval.bench import attention_step, blocks, kernel_tests, layer_stacks, memory, readers, registry, workload
 from eval.bench.cli import app
-from eval.bench.context import Context
+from eval.bench.context import Bench, Context
+from eval.bench.device import CPU, Device
 from eval.bench.kernel_tests import Outcome
 from eval.bench.layer_stacks import Case, Shape
 from eval.bench.readers import Reader
@@ -27,8 +27,7 @@ TINY = Shape("tiny", 4, 2, 16)
 
 @pytest.fixture
 def small_l3(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (readers, layer_stacks):
-        monkeypatch.setattr(module, "l3_bytes", lambda: 32 << 10)
+    monkeypatch.setattr(Device, "cache_bytes", lambda self: 32 << 10)
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def test_a_case_is_checked_and_measured_and_leaves_the_caches_as_long_as_they_we
     filled = layer_stacks.filled
     monkeypatch.setattr(layer_stacks, "filled", lambda case: kept.extend(filled(case)) or kept)
     reader = Reader("reader", 1000, lambda: sum(range(100)))
-    row = attention_step.measure(case, reader, _Effort(budget_s=0.0, min_rounds=2))
+    row = attention_step.measure(case, reader, budget_s=0.0, min_rounds=2)
     assert row.cells["rounds"] == 2
     assert row.cells["layers"] == case.layers
     assert 0.0 <= float(row.cells["error"] or 0.0) <= attention_step.TOLERANCE[dtype]
@@ -194,7 +193,7 @@ def test_a_wrong_attention_is_refused_before_anything_is_timed(
     with pytest.raises(
         WrongAnswer, match=r"paged cache, tiny, batch 1, float32, 70 tokens: RMS error ratio 1\.0e-02"
     ):
-        attention_step.measure(Case(TINY, 1, torch.float32, 70), Reader("r", 1, int), _Effort(0.0, 1))
+        attention_step.measure(Case(TINY, 1, torch.float32, 70), Reader("r", 1, int), 0.0, 1)
 
 
 def test_the_dynamic_cache_is_contiguous_again_after_tokens_are_taken_back(small_l3: None) -> None:
@@ -209,10 +208,10 @@ def test_bytes_and_layers_of_a_case_cover_four_times_the_last_level_cache(
 ) -> None:
     case = Case(Shape("SmolLM2-135M", 9, 3, 64), 1, torch.float32, 512)
     assert case.kv_bytes == 2 * 3 * 512 * 64 * 4
-    assert case.kv_bytes * case.layers >= 4 * readers.l3_bytes()
+    assert case.kv_bytes * case.layers >= 4 * CPU.cache_bytes()
     large = Case(Shape("Llama-3-8B", 32, 8, 128), 8, torch.float32, 8192)
     for mebibytes, layers in ((32, 2), (384, 3)):
-        monkeypatch.setattr(layer_stacks, "l3_bytes", lambda size=mebibytes: size << 20)
+        monkeypatch.setattr(Device, "cache_bytes", lambda self, size=mebibytes: size << 20)
         assert large.layers == layers
 
 
@@ -237,11 +236,12 @@ def test_bookkeeping_has_a_row_for_each_operation_with_ratios_to_the_smallest_po
 ) -> None:
     monkeypatch.setattr(blocks, "POOL_SIZES", (16, 32))
     monkeypatch.setattr(blocks, "MIN_BLOCKS_PER_TIMING", 32)
-    result = blocks.run(Context(quick=True))
-    assert [column.key for column in result.columns] == ["operation", "us_at_16", "us_at_32", "ratio_at_32"]
-    for row in result.rows:
+    columns = [column.key for column in blocks._columns()]
+    assert columns == ["operation", "us_at_16", "us_at_32", "ratio_at_32"]
+    rows, _ = blocks.BENCH.measure(Context(quick=True))
+    for row in rows:
         assert row.cells["ratio_at_32"] == float(row.cells["us_at_32"]) / float(row.cells["us_at_16"])
-    assert len({row.cells["operation"] for row in result.rows}) == 5
+    assert len({row.cells["operation"] for row in rows}) == 5
 
 
 # --- whole models -------------------------------------------------------------------------------------------
@@ -276,10 +276,8 @@ def test_using_a_cache_name_switches_the_attention_of_the_model() -> None:
 
 
 def test_the_memory_of_a_paged_generate_is_the_formula_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eval.bench import memory_child
-
     monkeypatch.setattr(workload, "load_model", lambda dtype: (tiny_llama(), "tiny"))
-    measured = {name: memory_child.main(name, 100, 5, 32) for name in ("dynamic", "paged")}
+    measured = {name: memory.peak_of(name, memory.Case(105, 5, 32, ())) for name in ("dynamic", "paged")}
     paged = measured["paged"]
     # 256 positions are 4 blocks of 64 tokens; 2 layers of 2 kv heads of 8 float32.
     assert paged["pool_bytes"] == paged["formula_bytes"] == 2 * 2 * 2 * 8 * 4 * 256
@@ -340,10 +338,10 @@ def test_a_run_prints_header_table_and_summary_and_writes_json(
 
 
 def test_a_wrong_answer_is_exit_code_1_and_no_table(green: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(context: Any) -> Result:
+    def wrong(context: Any) -> Any:
         raise WrongAnswer("paged cache: RMS error ratio 1.0e+00")
 
-    monkeypatch.setitem(registry.BENCHES, "attention", registry.Bench("attention", "", wrong))
+    monkeypatch.setitem(registry.BENCHES, "attention", Bench("attention", "", (), wrong))
     result = CliRunner().invoke(app, ["--only", "attention"])
     assert result.exit_code == 1
     assert result.stderr == "wrong answer, so no speed is reported: paged cache: RMS error ratio 1.0e+00\n"
