@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from eval.core.console import EXIT_WRONG, check_writable, header, terminal, usage_errors, write_json
-from eval.core.table import Result, WrongAnswer
 from eval.core.errors import UsageError
+from eval.core.table import Result, WrongAnswer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
-from eval.core import models
 from eval.bench.timing import Contender
 from eval.core import models
 from eval.core.errors import UsageError
