@@ -24,23 +24,14 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Measures:
-    """Time and memory of one unit with one cache.
+    """Time and memory of one unit with one cache."""
 
-    Attributes:
-        rows: sequences that ran together.
-        prefill_ms: first forwards.
-        step_ms: decode steps; one step gives one token to every row.
-        kv: what the cache held at the end.
-        peak_bytes: peak memory, all included.
-        rise_bytes: peak memory above what was held before.
-    """
-
-    rows: int
-    prefill_ms: tuple[float, ...]
-    step_ms: tuple[float, ...]
-    kv: KvBytes
-    peak_bytes: int
-    rise_bytes: int
+    rows: int  # sequences that ran together
+    prefill_ms: tuple[float, ...]  # first forwards
+    step_ms: tuple[float, ...]  # decode steps; one step gives one token to every row
+    kv: KvBytes  # what the cache held at the end
+    peak_bytes: int  # peak memory, all included
+    rise_bytes: int  # peak memory above what was held before
 
 
 class StepTimer:
@@ -95,17 +86,11 @@ class StepTimer:
 
 
 class PeakMemory(Protocol):
-    """The peak of memory while used as a context manager.
+    """The peak of memory while used as a context manager."""
 
-    Attributes:
-        peak_bytes: the highest total, weights and everything else included.
-        rise_bytes: `peak_bytes` less what was held at the start.
-        method: one line for the report: what these numbers are.
-    """
-
-    peak_bytes: int
-    rise_bytes: int
-    method: str
+    peak_bytes: int  # the highest total, weights and everything else included
+    rise_bytes: int  # `peak_bytes` less what was held at the start
+    method: str  # one line for the report: what these numbers are
 
     def __enter__(self) -> Self: ...
 

@@ -21,19 +21,12 @@ from eval.core.errors import UsageError
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in evaluation mode with its tokenizer, which pads on the left.
+    """A causal language model in evaluation mode with its tokenizer, which pads on the left."""
 
-    Attributes:
-        model: the transformers model, on `device`.
-        tokenizer: its tokenizer, with a pad token.
-        device: where the model is.
-        source: where the weights came from, for the report.
-    """
-
-    model: Any
-    tokenizer: Any
-    device: torch.device
-    source: str
+    model: Any  # the transformers model, on `device`
+    tokenizer: Any  # its tokenizer, with a pad token
+    device: torch.device  # where the model is
+    source: str  # where the weights came from, for the report
 
 
 def load(name: str = "smollm2", dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:

@@ -33,19 +33,12 @@ Statistic = Callable[[np.ndarray[Any, Any]], float]
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of repeated measurements, and how far they lie apart.
+    """The middle of repeated measurements, and how far they lie apart."""
 
-    Attributes:
-        median: of all.
-        low: the 10th percentile.
-        high: the 90th percentile.
-        count: how many.
-    """
-
-    median: float
-    low: float
-    high: float
-    count: int
+    median: float  # of all
+    low: float  # the 10th percentile
+    high: float  # the 90th percentile
+    count: int  # how many
 
 
 def spread(values: Sequence[float]) -> Spread:

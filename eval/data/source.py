@@ -18,21 +18,15 @@ _LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 @dataclass(frozen=True)
 class Source:
-    """A table of texts.
+    """A table of texts."""
 
-    Attributes:
-        name: a local file or folder, or a data set's name.
-        columns: role (`id`, `input`, `reference`) -> column; a dot reaches into nested ones. A task reads the
-            roles that it knows; without `id` samples are numbered.
-        config: configuration of a data set.
-        split: of a data set.
-        instruction: the user's message, `{input}` where the text goes; None leaves it to the task.
-    """
-
-    name: str
+    name: str  # a local file or folder, or a data set's name
+    # role (`id`, `input`, `reference`) -> column; a dot reaches into nested ones. A task reads the roles that
+    # it knows; without `id` samples are numbered.
     columns: Mapping[str, str]
-    config: str | None = None
-    split: str = "test"
+    config: str | None = None  # configuration of a data set
+    split: str = "test"  # of a data set
+    # the user's message, `{input}` where the text goes; None leaves it to the task
     instruction: str | None = None
 
 

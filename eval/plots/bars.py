@@ -27,17 +27,12 @@ _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "++")
 
 @dataclass(frozen=True)
 class Measure:
-    """One column of bars.
+    """One column of bars."""
 
-    Attributes:
-        label: of its axis, with the unit.
-        value: what it shows of a row, in that unit; None where it was not measured.
-        spec: how the number at the end of a bar is written.
-    """
-
-    label: str
+    label: str  # of its axis, with the unit
+    # what it shows of a row, in that unit; None where it was not measured
     value: Callable[[Row], float | None]
-    spec: str
+    spec: str  # how the number at the end of a bar is written
 
 
 @dataclass(frozen=True)

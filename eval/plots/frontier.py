@@ -37,23 +37,14 @@ _WIDE = 100.0
 
 @dataclass(frozen=True)
 class Point:
-    """Caches of one task that lie on the same spot.
+    """Caches of one task that lie on the same spot."""
 
-    Attributes:
-        caches: their names.
-        bits: per value.
-        difference: of the main metric to the default cache.
-        low: lower end of its interval.
-        high: upper end.
-        quality: `difference`, better upwards; zero where it is noise.
-    """
-
-    caches: tuple[str, ...]
-    bits: float
-    difference: float
-    low: float
-    high: float
-    quality: float
+    caches: tuple[str, ...]  # their names
+    bits: float  # per value
+    difference: float  # of the main metric to the default cache
+    low: float  # lower end of its interval
+    high: float  # upper end
+    quality: float  # `difference`, better upwards; zero where it is noise
 
 
 def points(rows: Sequence[Row]) -> list[Point]:

@@ -24,17 +24,11 @@ _NAMES_AT = 1.07
 
 @dataclass(frozen=True)
 class Picture:
-    """One question, answered by a PNG, as a report speaks of it.
+    """One question, answered by a PNG, as a report speaks of it."""
 
-    Attributes:
-        file_name: in the run folder.
-        title: what it shows.
-        caption: how it is read.
-    """
-
-    file_name: str
-    title: str
-    caption: str
+    file_name: str  # in the run folder
+    title: str  # what it shows
+    caption: str  # how it is read
 
 
 @dataclass(frozen=True)

@@ -39,21 +39,13 @@ see it. Whoever stores keys in a few bits does.
 
 @dataclass
 class Score:
-    """Sums over the tokens that were compared.
+    """Sums over the tokens that were compared."""
 
-    Attributes:
-        divergence: KL(full precision || scheme) in nats.
-        agreed: tokens whose most likely successor is the same.
-        tokens: tokens compared.
-        surprise: negative log-likelihood of the true successors, in nats.
-        predicted: successors.
-    """
-
-    divergence: float = 0.0
-    agreed: int = 0
-    tokens: int = 0
-    surprise: float = 0.0
-    predicted: int = 0
+    divergence: float = 0.0  # KL(full precision || scheme) in nats
+    agreed: int = 0  # tokens whose most likely successor is the same
+    tokens: int = 0  # tokens compared
+    surprise: float = 0.0  # negative log-likelihood of the true successors, in nats
+    predicted: int = 0  # successors
 
     def add(self, logits: torch.Tensor, reference: torch.Tensor, successors: torch.Tensor) -> None:
         """Count one chunk.
@@ -91,38 +83,23 @@ class Score:
 
 @dataclass
 class Outcome:
-    """What one scheme did.
+    """What one scheme did."""
 
-    Attributes:
-        scheme: which.
-        score: against full precision.
-        storage: what the cache held at the end.
-        moved: layer -> format, where the guard changed it.
-        backend: kernels of a paged cache.
-        problem: why there are no numbers.
-    """
-
-    scheme: Scheme
-    score: Score = field(default_factory=Score)
-    storage: Storage | None = None
-    moved: dict[int, str] = field(default_factory=dict)
-    backend: str | None = None
-    problem: str | None = None
+    scheme: Scheme  # which
+    score: Score = field(default_factory=Score)  # against full precision
+    storage: Storage | None = None  # what the cache held at the end
+    moved: dict[int, str] = field(default_factory=dict)  # layer -> format, where the guard changed it
+    backend: str | None = None  # kernels of a paged cache
+    problem: str | None = None  # why there are no numbers
 
 
 @dataclass
 class Comparison:
-    """All schemes over one text.
+    """All schemes over one text."""
 
-    Attributes:
-        reference: full precision against itself, for its perplexity.
-        outcomes: one for each scheme, in their order.
-        key_offset: whether keys were shifted.
-    """
-
-    reference: Score
-    outcomes: list[Outcome]
-    key_offset: bool
+    reference: Score  # full precision against itself, for its perplexity
+    outcomes: list[Outcome]  # one for each scheme, in their order
+    key_offset: bool  # whether keys were shifted
 
 
 def run(

@@ -18,25 +18,15 @@ GROUP_SIZES = (16, 32, 64)
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way.
+    """One way."""
 
-    Attributes:
-        name: what `--only` and the table call it.
-        title: one line for the report.
-        create: makes a fresh cache for a model. Raises `CacheUnavailable`.
-        measure: counts what a cache holds: `(cache, model, rows)`.
-        attention: whose attention reads it, `paged` or `dynamic`.
-        only_defaults: run for the table that chooses defaults, by keys as they are.
-        only_offset: run with the key offset alone.
-    """
-
-    name: str
-    title: str
-    create: Callable[[Any], Any]
-    measure: Callable[[Any, Any, int], Storage]
-    attention: str
-    only_defaults: bool = False
-    only_offset: bool = False
+    name: str  # what `--only` and the table call it
+    title: str  # one line for the report
+    create: Callable[[Any], Any]  # makes a fresh cache for a model. Raises `CacheUnavailable`.
+    measure: Callable[[Any, Any, int], Storage]  # counts what a cache holds: `(cache, model, rows)`
+    attention: str  # whose attention reads it, `paged` or `dynamic`
+    only_defaults: bool = False  # run for the table that chooses defaults, by keys as they are
+    only_offset: bool = False  # run with the key offset alone
 
     def is_run(self, *, key_offset: bool) -> bool:
         """Whether it takes part where nobody has named it."""

@@ -12,20 +12,14 @@ from hf_paged_cache.host.plain_tensors import plain_tensors
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of K and V after a run, and how many numbers they stand for.
+    """Bytes of K and V after a run, and how many numbers they stand for."""
 
-    Attributes:
-        stored_bytes: of tokens in the cache's format for good: sealed records, or a stock cache's quantized
-            part, with their scales.
-        stored_values: numbers of K and V in them.
-        all_bytes: those and what is kept in the model's dtype (sink, open block, residual).
-        all_values: numbers of K and V of all tokens.
-    """
-
+    # of tokens in the cache's format for good: sealed records, or a stock cache's quantized part, with their
+    # scales
     stored_bytes: int
-    stored_values: int
-    all_bytes: int
-    all_values: int
+    stored_values: int  # numbers of K and V in them
+    all_bytes: int  # those and what is kept in the model's dtype (sink, open block, residual)
+    all_values: int  # numbers of K and V of all tokens
 
     @property
     def stored_bits(self) -> float | None:

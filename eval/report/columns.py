@@ -21,21 +21,13 @@ Cell = Callable[[Row, Row | None], str]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table.
+    """One column of the table."""
 
-    Attributes:
-        heading: with the unit of its numbers.
-        cell: what it says of a row.
-        meaning: explained in the report.
-        is_text: set to the left.
-        left_out: where columns have to go because the terminal is narrow, the highest number goes first;
-            0: never.
-    """
-
-    heading: str
-    cell: Cell
-    meaning: str
-    is_text: bool = False
+    heading: str  # with the unit of its numbers
+    cell: Cell  # what it says of a row
+    meaning: str  # explained in the report
+    is_text: bool = False  # set to the left
+    # where columns have to go because the terminal is narrow, the highest number goes first; 0: never
     left_out: int = 0
 
 

@@ -27,18 +27,12 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table.
-
-    Attributes:
-        headings: one for each column.
-        rows: the text of every cell.
-        text_columns: so many columns at the left hold words, the others numbers.
-    """
+    """A table."""
 
     kind: ClassVar[str] = "grid"
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    text_columns: int = 1
+    headings: Sequence[str]  # one for each column
+    rows: Sequence[Sequence[str]]  # the text of every cell
+    text_columns: int = 1  # so many columns at the left hold words, the others numbers
 
 
 @dataclass(frozen=True)

@@ -59,19 +59,12 @@ def _filled(row: Row, at: AtContext | None) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A cache that could not run, why, and in which tasks.
+    """A cache that could not run, why, and in which tasks."""
 
-    Attributes:
-        cache: its name.
-        reason: why.
-        failed: it is an error, not something that is missing on this machine.
-        tasks: names; none: every one.
-    """
-
-    cache: str
-    reason: str
-    failed: bool
-    tasks: Sequence[str]
+    cache: str  # its name
+    reason: str  # why
+    failed: bool  # it is an error, not something that is missing on this machine
+    tasks: Sequence[str]  # names; none: every one
 
 
 def problems(rows: Sequence[Row]) -> list[Problem]:

@@ -17,15 +17,10 @@ _PATIENCE = datetime.timedelta(days=30)
 
 @dataclass(frozen=True)
 class Processes:
-    """Who this process is among them.
+    """Who this process is among them."""
 
-    Attributes:
-        index: 0 is the one that reports.
-        count: how many there are.
-    """
-
-    index: int = 0
-    count: int = 1
+    index: int = 0  # 0 is the one that reports
+    count: int = 1  # how many there are
     _state: Any = None
 
     @property

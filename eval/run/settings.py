@@ -20,50 +20,36 @@ _DATASET_KEYS = ("dataset_config", "split", "id_column", "input_column", "refere
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One run. `resolve` builds and validates it.
+    """One run. `resolve` builds and validates it."""
 
-    Attributes:
-        model: a name of `eval.core.models.MODELS`, a hub id, a local folder or a local `.gguf` file.
-        tasks: names of `eval.tasks.TASKS`; `all` is every one.
-        caches: names of `eval.caches.CACHES`; `all` is every one.
-        limit: samples of each task; windows of `perplexity` and texts of `fidelity` count for eight. With
-            few the `retrieval` task looks at the shorter of its contexts.
-        batch_size: prompts generated together, padded on the left.
-        max_new_tokens: tokens generated for each sample; None leaves it to each task.
-        contexts: lengths in tokens that the tasks `retrieval`, `perplexity` and `latency` look at; None
-            leaves them to each task, as far as the model's context goes.
-        dtype: the model's dtype, and therefore the default cache's; `fp32`, `bf16` and `fp16` are understood.
-        device: a torch device, or "auto": CUDA where there is one, else the CPU.
-        seed: chooses the samples.
-        dataset: texts for the one task that takes some: a name of `datasets`, or a local file (JSON lines,
-            JSON, CSV, Parquet, text) or folder; None is what ships.
-        dataset_config: configuration of the data set.
-        split: of the data set.
-        id_column: names the sample; None numbers them.
-        input_column: the text; a dot reaches into nested columns (`translation.de`).
-        reference_column: what answers are scored against.
-        instruction: the user's message, with `{input}` where the text goes.
-        output: the run folder; None makes `eval/runs/<timestamp>`.
-    """
-
+    # a name of `eval.core.models.MODELS`, a hub id, a local folder or a local `.gguf` file
     model: str = "smollm2"
+    # names of `eval.tasks.TASKS`; `all` is every one
     tasks: tuple[str, ...] = ("summarization", "translation", "retrieval", "perplexity")
+    # names of `eval.caches.CACHES`; `all` is every one
     caches: tuple[str, ...] = ("dynamic", "paged", "paged-int8", "paged-int4")
+    # samples of each task; windows of `perplexity` and texts of `fidelity` count for eight. With few the
+    # `retrieval` task looks at the shorter of its contexts.
     limit: int = 8
-    batch_size: int = 8
-    max_new_tokens: int | None = None
+    batch_size: int = 8  # prompts generated together, padded on the left
+    max_new_tokens: int | None = None  # tokens generated for each sample; None leaves it to each task
+    # lengths in tokens that the tasks `retrieval`, `perplexity` and `latency` look at; None leaves them to
+    # each task, as far as the model's context goes
     contexts: tuple[int, ...] | None = None
+    # the model's dtype, and therefore the default cache's; `fp32`, `bf16` and `fp16` are understood
     dtype: str = "float32"
-    device: str = "auto"
-    seed: int = 0
+    device: str = "auto"  # a torch device, or "auto": CUDA where there is one, else the CPU
+    seed: int = 0  # chooses the samples
+    # texts for the one task that takes some: a name of `datasets`, or a local file (JSON lines, JSON, CSV,
+    # Parquet, text) or folder; None is what ships
     dataset: str | None = None
-    dataset_config: str | None = None
-    split: str | None = None
-    id_column: str | None = None
-    input_column: str | None = None
-    reference_column: str | None = None
-    instruction: str | None = None
-    output: str | None = None
+    dataset_config: str | None = None  # configuration of the data set
+    split: str | None = None  # of the data set
+    id_column: str | None = None  # names the sample; None numbers them
+    input_column: str | None = None  # the text; a dot reaches into nested columns (`translation.de`)
+    reference_column: str | None = None  # what answers are scored against
+    instruction: str | None = None  # the user's message, with `{input}` where the text goes
+    output: str | None = None  # the run folder; None makes `eval/runs/<timestamp>`
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON and YAML write them (tuples as lists)."""

@@ -35,15 +35,10 @@ _CATALOGUE = Source(str(text.CATALOGUE), {"input": "text"})
 
 @dataclass(frozen=True)
 class Reference:
-    """What the default cache said.
+    """What the default cache said."""
 
-    Attributes:
-        tokens: `[rows, steps]`.
-        logits: `[rows, steps, vocabulary]`.
-    """
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
+    tokens: torch.Tensor  # `[rows, steps]`
+    logits: torch.Tensor  # `[rows, steps, vocabulary]`
 
 
 class Fidelity(Task):

@@ -56,15 +56,10 @@ class _Question:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """One text to search, and the questions about it.
+    """One text to search, and the questions about it."""
 
-    Attributes:
-        ids: `[1, tokens]`.
-        questions: of each sample.
-    """
-
-    ids: torch.Tensor
-    questions: tuple[_Question, ...]
+    ids: torch.Tensor  # `[1, tokens]`
+    questions: tuple[_Question, ...]  # of each sample
 
 
 class Retrieval(Task):

@@ -19,29 +19,18 @@ from .metrics import bleu, chrf, rouge
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that run together.
+    """Prompts that run together."""
 
-    Attributes:
-        tensors: `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left.
-        new_tokens: most tokens of an answer.
-    """
-
-    tensors: dict[str, Any]
-    new_tokens: int
+    tensors: dict[str, Any]  # `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left
+    new_tokens: int  # most tokens of an answer
 
 
 class TextTask(Task):
-    """Prompts in a chat, answers generated greedily.
+    """Prompts in a chat, answers generated greedily."""
 
-    Attributes:
-        source: the texts that ship.
-        instruction: the user's message; `{input}` is the text.
-        max_new_tokens: default length of an answer.
-    """
-
-    source: ClassVar[Source]
-    instruction: ClassVar[str]
-    max_new_tokens: ClassVar[int]
+    source: ClassVar[Source]  # the texts that ship
+    instruction: ClassVar[str]  # the user's message; `{input}` is the text
+    max_new_tokens: ClassVar[int]  # default length of an answer
     needs_chat: ClassVar[bool] = True
     takes_dataset: ClassVar[bool] = True
 
