@@ -1,4 +1,4 @@
-"""What a contender is: how its cache is made, copied and weighed."""
+"""A contender: how its cache is made, copied and counted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from eval.core.measure import KvBytes
 from hf_paged_cache import disable
 from hf_paged_cache.host.plain_tensors import plain_tensors
 
@@ -21,15 +22,6 @@ class Demand:
 
     rows: int  # sequences of the batch
     tokens: int  # of the longest of them, when all is done
-
-
-@dataclass(frozen=True)
-class KvBytes:
-    """What a cache holds after a batch, in bytes."""
-
-    used_bytes: int  # keys and values kept, as they are kept, with padding and part-filled blocks
-    allocated_bytes: int  # what was set aside for them; memory no one has touched costs nothing on a CPU
-    details: dict[str, Any]  # what the cache itself reports
 
 
 @dataclass(frozen=True)

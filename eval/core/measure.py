@@ -15,11 +15,18 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from eval.caches import KvBytes
-
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATM = Path("/proc/self/statm")
 _STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class KvBytes:
+    """What a cache holds after a batch, in bytes."""
+
+    used_bytes: int  # keys and values kept, as they are kept, with padding and part-filled blocks
+    allocated_bytes: int  # what was set aside for them; memory no one has touched costs nothing on a CPU
+    details: dict[str, Any]  # what the cache itself reports
 
 
 @dataclass(frozen=True)

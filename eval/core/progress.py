@@ -18,10 +18,8 @@ EVERY_S = 15.0
 class Progress:
     """Steps that are done and what is going on, while used as a context manager.
 
-    Args:
-        console: one that is no terminal gets a line now and every `EVERY_S` seconds.
-        label: what is going on.
-        total: how many steps there will be; None: not known yet.
+    A console that is no terminal gets a line at once and every `EVERY_S` seconds. `total` is how many steps
+    there will be, where that is known already.
     """
 
     def __init__(self, console: Console, label: str, total: int | None = None) -> None:

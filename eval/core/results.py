@@ -28,14 +28,7 @@ def document(
     results: Sequence[Mapping[str, Any]],
     **more: Any,
 ) -> dict[str, Any]:
-    """The object of a file.
-
-    Args:
-        environment: what it was measured on.
-        settings: what was asked for.
-        results: tables, each with a name under `bench` and its `rows`.
-        more: what only this command has.
-    """
+    """The object of a file; `results` are tables, each with a name under `bench` and its `rows`."""
     return {
         "environment": dict(environment),
         "settings": dict(settings),

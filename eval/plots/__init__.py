@@ -14,11 +14,7 @@ __all__ = ["Picture", "draw"]
 
 
 def draw(run: Run, folder: Path) -> list[Picture] | None:
-    """Write the pictures of a run into its folder, as PNG; a question that was not asked has none.
-
-    Args:
-        run: what was measured.
-        folder: exists already.
+    """Write the pictures of a run into its folder, which exists, as PNG; a question not asked has none.
 
     Returns:
         What was written, or None where matplotlib is not installed.

@@ -57,13 +57,7 @@ def of_dynamic(cache: Any, model: Any, rows: int) -> Storage:
 
 
 def of_quantized(cache: Any, model: Any, rows: int) -> Storage:
-    """A `QuantizedCache`: its quantized part, and the residual in the model's dtype.
-
-    Args:
-        cache: with any backend.
-        model: whose cache it is.
-        rows: of the batch.
-    """
+    """A `QuantizedCache` with any backend: its quantized part, and the residual in the model's dtype."""
     stored = residual = residual_values = 0
     for layer in cache.layers:
         quantized = plain_tensors((layer._quantized_keys, layer._quantized_values))

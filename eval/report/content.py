@@ -19,12 +19,7 @@ NO_PICTURES = "Not drawn, because matplotlib is not installed: pip install 'hf-p
 
 
 def document(run: Run, pictures: Sequence[Picture] | None) -> Document:
-    """Return the report.
-
-    Args:
-        run: what was measured.
-        pictures: what lies beside the report; None where matplotlib is not installed.
-    """
+    """Return the report of a run and the pictures beside it; None where matplotlib is not installed."""
     sections = [
         Section("What was compared", _subject(run)),
         Section("Results", [Paragraph(DIFFERENCE_RULE)], _results(run.rows)),

@@ -25,12 +25,7 @@ def markdown(document: Document) -> str:
 
 
 def html(document: Document, folder: Path) -> str:
-    """Return the text of `report.html`.
-
-    Args:
-        document: what it says; all of it is text, and shown as text.
-        folder: where the pictures lie, which are written into the file.
-    """
+    """Return the text of `report.html`; the pictures, which lie in the folder, are written into it."""
 
     def png_base64(file_name: str) -> str:
         return base64.b64encode((folder / file_name).read_bytes()).decode("ascii")

@@ -21,9 +21,7 @@ _GAP = 1
 def table(rows: Sequence[Row], width: int = _FULL_WIDTH) -> Table:
     """Return the rows as a rich table, tasks set apart; what kept a cache from running is said below it.
 
-    Args:
-        rows: the table's lines.
-        width: characters there are; the columns that a reader can best do without go where they are few.
+    Where `width` characters are too few, the columns go that a reader can best do without.
     """
     sections = {task: [_head(task, of_task), *cells(of_task)] for task, of_task in by_task(rows).items()}
     kept = _fitting([_heading(column.heading) for column in COLUMNS], sections, width)

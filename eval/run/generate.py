@@ -1,8 +1,10 @@
-"""One `generate` call with a fresh cache, timed and with its memory watched."""
+"""Forwards and `generate` with a fresh cache, timed and with their memory watched."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,19 +39,38 @@ def generate_batch(
         CacheUnavailable: the cache cannot run here.
     """
     rows, tokens = inputs["input_ids"].shape
-    memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
-    with memory, timer:
-        cache = entry.create(loaded.model, Demand(rows, tokens + new_tokens))
-        answers = generate(loaded, inputs, cache, new_tokens, is_exact=is_exact)
-    measures = Measures(
-        rows,
-        (timer.prefill_ms,),
-        tuple(timer.step_ms),
-        entry.kv_bytes(cache),
-        memory.peak_bytes,
-        memory.rise_bytes,
-    )
-    return answers, measures
+    with measured(loaded, entry, Demand(rows, tokens + new_tokens)) as run:
+        answers = generate(loaded, inputs, run.cache, new_tokens, is_exact=is_exact)
+    return answers, run.measures()
+
+
+class Measured:
+    """A fresh cache of a contender, and what its use has cost so far."""
+
+    def __init__(self, loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> None:
+        self._entry, self._rows = entry, demand.rows
+        self.memory, self.timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
+        self.cache: Any = None
+
+    def measures(self, *, is_timed: bool = True) -> Measures:
+        """The cost; where something else is done between forwards, only the first is timed."""
+        steps = tuple(self.timer.step_ms) if is_timed else ()
+        kv = self._entry.kv_bytes(self.cache)
+        memory = self.memory.peak_bytes, self.memory.rise_bytes
+        return Measures(self._rows, (self.timer.prefill_ms,), steps, kv, *memory)
+
+
+@contextlib.contextmanager
+def measured(loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> Iterator[Measured]:
+    """Watch time and memory from the making of a cache on.
+
+    Raises:
+        CacheUnavailable: the cache cannot run here.
+    """
+    run = Measured(loaded, entry, demand)
+    with run.memory, run.timer:
+        run.cache = entry.create(loaded.model, demand)
+        yield run
 
 
 def generate(

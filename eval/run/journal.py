@@ -26,12 +26,7 @@ Key = tuple[str, int, str]
 
 
 class Journal:
-    """The lines of a run folder.
-
-    Args:
-        folder: exists.
-        process: number of this process.
-    """
+    """The lines of a run folder, which exists; `process` is the number of this one."""
 
     def __init__(self, folder: Path, process: int = 0) -> None:
         self._folder = folder

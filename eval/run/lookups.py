@@ -46,15 +46,8 @@ def at_shared_context(rows: Sequence[Row]) -> list[Row]:
 def _filled(row: Row, at: AtContext | None) -> Row:
     if at is None:
         return row
-    return dataclasses.replace(
-        row,
-        kv_bytes=at.kv_bytes,
-        kv_allocated_bytes=at.kv_allocated_bytes,
-        rise_bytes=at.rise_bytes,
-        prefill_ms=at.prefill_ms,
-        decode_ms=at.decode_ms,
-        tokens_per_s=at.tokens_per_s,
-    )
+    measured = vars(at).items()  # fields of a row, but for the context itself
+    return dataclasses.replace(row, **{name: value for name, value in measured if name != "context_tokens"})
 
 
 @dataclasses.dataclass(frozen=True)

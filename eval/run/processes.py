@@ -76,11 +76,7 @@ class Processes:
 
 
 def join(device: str) -> Processes:
-    """The processes of this run; waits for the others where there are any.
-
-    Args:
-        device: what the settings ask for.
-    """
+    """The processes of this run; waits for the others where there are any."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return Processes()
     import torch

@@ -30,14 +30,7 @@ def run_task(
 ) -> None:
     """Run what is this process's to run and not in the journal yet; a cache with a problem is left out.
 
-    Args:
-        loaded: the model; its attention is as before afterwards.
-        task: whose units they are.
-        units: all of them.
-        entries: the contenders.
-        journal: what was done, and where to write what is.
-        processes: who else is at work. A timed task belongs to the first of them.
-        advance: told what is running.
+    A timed task belongs to the first process. The model's attention is as before afterwards.
     """
     done = journal.done()
     mine = [unit for unit in units if (processes.is_main if task.is_timed else processes.share(unit.index))]

@@ -35,9 +35,6 @@ Work = dict[str, list[Unit]]
 class Session:
     """A run in one of its processes.
 
-    Args:
-        settings: what was asked for.
-
     Raises:
         UsageError: there is no such device, or the run folder cannot be had.
     """

@@ -24,15 +24,7 @@ _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 def rows_of(
     task: Task, units: int, caches: Sequence[str], outcomes: Mapping[Key, Outcome], dtype: str
 ) -> tuple[list[Row], list[Prediction]]:
-    """The rows of one task, and all its answers.
-
-    Args:
-        task: which.
-        units: how many it has.
-        caches: names of the contenders.
-        outcomes: what the journal holds.
-        dtype: of the model.
-    """
+    """The rows of one task of so many units, and all its answers, from what the journal holds."""
     by_cache = {
         cache: [outcomes[key] for index in range(units) if (key := (task.name, index, cache)) in outcomes]
         for cache in caches
@@ -54,13 +46,9 @@ def rows_of(
 
 
 def metric(spec: MetricSpec, answers: Sequence[Answer], default: Sequence[Answer] | None) -> Metric:
-    """A metric of one cache with its interval, and its difference to that of the default cache.
+    """A metric of one cache with its interval, and its difference to that of the default cache, if any.
 
-    Args:
-        spec: which.
-        answers: of the cache.
-        default: of the default cache to the same samples in the same order, taken in pairs; None: there are
-            none.
+    The default cache's answers are to the same samples in the same order, and taken in pairs.
     """
     every, mine = np.arange(len(answers)), spec.statistic(answers)
     low, high = bootstrap_interval(mine, len(answers))

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from eval.caches import CacheEntry, KvBytes
-from eval.core.measure import Measures
+from eval.caches import CacheEntry
+from eval.core.measure import KvBytes, Measures
 from eval.core.models import LoadedModel
 from eval.core.statistics import Statistic
 from eval.run.settings import Settings
@@ -122,13 +122,9 @@ class Task(ABC):
 
     @abstractmethod
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
-        """Run one unit with a fresh cache.
+        """Run one of the units with a fresh cache; `reference` is what the method gave for it.
 
-        Args:
-            loaded: the model; its attention is left as the cache wanted it.
-            unit: one of `units`.
-            entry: the contender.
-            reference: what `reference` gave for this unit.
+        The model's attention is left as the cache wanted it.
 
         Raises:
             CacheUnavailable: the cache cannot run here.

@@ -15,12 +15,11 @@ import torch
 
 from eval.caches import CACHES, CacheEntry, Demand
 from eval.core.errors import UsageError
-from eval.core.measure import Measures, StepTimer, peak_memory
 from eval.core.models import LoadedModel
 from eval.core.statistics import kl_divergence
 from eval.data import text
 from eval.data.source import Source, read
-from eval.run.generate import check_context, forward, prefill
+from eval.run.generate import check_context, forward, measured, prefill
 from eval.run.lookups import DEFAULT_CACHE
 from eval.run.settings import Settings
 
@@ -87,20 +86,15 @@ class Fidelity(Task):
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Reference) -> Outcome:
         """Feed one batch and the default's tokens."""
         prompts: torch.Tensor = unit.inputs
-        memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
         kl: list[torch.Tensor] = []
         chosen: list[torch.Tensor] = []
-        with torch.inference_mode(), memory, timer:
-            cache = entry.create(loaded.model, _demand(prompts))
-            for step, logits in enumerate(_steps(loaded, prompts, cache, reference.tokens)):
+        with torch.inference_mode(), measured(loaded, entry, _demand(prompts)) as made:
+            for step, logits in enumerate(_steps(loaded, prompts, made.cache, reference.tokens)):
                 kl.append(kl_divergence(logits, reference.logits[:, step]))
                 chosen.append(logits.argmax(-1))
         answers = _answers(unit, reference.tokens, torch.stack(chosen, 1), torch.stack(kl, 1))
         # A step is not timed: comparing distributions lies between two forwards.
-        measures = Measures(
-            len(prompts), (timer.prefill_ms,), (), entry.kv_bytes(cache), memory.peak_bytes, memory.rise_bytes
-        )
-        return Outcome(answers, measures)
+        return Outcome(answers, made.measures(is_timed=False))
 
 
 def _demand(prompts: torch.Tensor) -> Demand:

@@ -8,6 +8,7 @@ text      |===========|===========|===========|      what lies before it is read
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +19,11 @@ from torch.nn.functional import cross_entropy
 
 from eval.caches import CacheEntry, Demand
 from eval.core.errors import UsageError
-from eval.core.measure import Measures, peak_memory
 from eval.core.models import LoadedModel
 from eval.core.statistics import Statistic
 from eval.data import text
 from eval.data.source import Source, chosen, read
-from eval.run.generate import check_context, context_tokens, forward
+from eval.run.generate import check_context, context_tokens, forward, measured
 from eval.run.settings import Settings
 
 from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit
@@ -73,12 +73,11 @@ class Perplexity(Task):
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """Forward one window."""
         window: torch.Tensor = unit.inputs  # [1, tokens]
-        memory = peak_memory(loaded.device)
-        with torch.inference_mode(), memory:
-            cache = entry.create(loaded.model, Demand(1, window.shape[1]))
-            nll = _nll(loaded, window, cache)
+        with torch.inference_mode(), measured(loaded, entry, Demand(1, window.shape[1])) as made:
+            nll = _nll(loaded, window, made.cache)
         answer = Answer(unit.samples[0].id, values={"nll": nll, "tokens": float(window.shape[1] - 1)})
-        measures = Measures(1, (), (), entry.kv_bytes(cache), memory.peak_bytes, memory.rise_bytes)
+        # Chunks are no prompt and no steps.
+        measures = dataclasses.replace(made.measures(is_timed=False), prefill_ms=())
         return Outcome((answer,), measures)
 
     def _text(self, settings: Settings) -> str:

@@ -25,11 +25,10 @@ import torch
 
 from eval.caches import CacheEntry, Demand
 from eval.core.errors import UsageError
-from eval.core.measure import Measures, StepTimer, peak_memory
 from eval.core.models import LoadedModel
 from eval.data import text
 from eval.data.source import Source, chosen, read
-from eval.run.generate import check_context, context_tokens, generate, prefill
+from eval.run.generate import check_context, context_tokens, generate, measured, prefill
 from eval.run.rows import HeatCell
 from eval.run.settings import Settings
 
@@ -101,16 +100,13 @@ class Retrieval(Task):
         """Forward one catalogue and ask all questions about it."""
         catalogue: Catalogue = unit.inputs
         capacity = catalogue.ids.shape[1] + max(q.ids.shape[1] + q.answer_tokens for q in catalogue.questions)
-        memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
-        with torch.inference_mode(), memory, timer:
-            cache = entry.create(loaded.model, Demand(1, capacity))
-            prefill(loaded, catalogue.ids, cache)
-        kv = entry.kv_bytes(cache)
+        with torch.inference_mode(), measured(loaded, entry, Demand(1, capacity)) as made:
+            prefill(loaded, catalogue.ids, made.cache)
+        measures = made.measures()
         answers = tuple(
-            _ask(loaded, catalogue.ids, question, entry.duplicate(cache), sample)
+            _ask(loaded, catalogue.ids, question, entry.duplicate(made.cache), sample)
             for sample, question in zip(unit.samples, catalogue.questions, strict=True)
         )
-        measures = Measures(1, (timer.prefill_ms,), (), kv, memory.peak_bytes, memory.rise_bytes)
         return Outcome(answers, measures)
 
     def details(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
