@@ -9,6 +9,6 @@ if __name__ == "__main__":
     if not __package__:
         # Started as a file: look for modules in the project, not among the files beside this one.
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from eval.gpu.cli import app
+    from eval.cli import main
 
-    app()
+    main("gpu")

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from eval.core.console import EXIT_WRONG, check_writable, header, terminal, usage_errors, write_json
+from eval.core.errors import UsageError
 from eval.core.table import Result, WrongAnswer
-from eval.errors import UsageError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -50,15 +50,14 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Result]:
     console = terminal()
     import torch
 
-    from eval import environment
     from eval.bench import kernel_tests, registry
     from eval.bench.context import Context
-    from eval.core import table
+    from eval.core import device, table
 
     benches = registry.chosen(only)
     check_writable(json_file)
     started_s = time.perf_counter()
-    described = environment.describe(torch.device("cpu"))
+    described = device.describe(torch.device("cpu"))
     backend, isa = _backend()
     console.print(header(described, backend), highlight=False)
     results = []

@@ -191,8 +191,8 @@ def _over_dynamic(runs: dict[str, list[Run]], of_cache: list[Run]) -> float | No
 def _error(name: str, run: Run, expected: Run | None) -> float | None:
     if expected is None or not name.startswith("paged"):
         return None
-    errors = [workload.rms_ratio(*pair) for pair in zip(run.logits, expected.logits, strict=True)]
-    return workload.check(f"logits with {name}", max(errors), MAX_LOGITS_ERROR)
+    steps = zip(run.logits, expected.logits, strict=True)
+    return max(workload.check(f"logits with {name}", *step, MAX_LOGITS_ERROR) for step in steps)
 
 
 def _bounds(case: Case, device: Device, cells: dict[str, Cell]) -> tuple[Bound, ...]:

@@ -62,9 +62,9 @@ def facts(backend: str) -> dict[str, Any]:
     """What the tests depend on besides sources, ready for JSON."""
     import torch
 
-    from eval import environment
+    from eval.core import device
 
-    described = environment.describe(torch.device("cpu"))
+    described = device.describe(torch.device("cpu"))
     return {
         **{key: described[key] for key in ("machine", "cpu", "cpu_count", "torch_threads")},
         "python": platform.python_version(),

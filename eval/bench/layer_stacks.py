@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eval.bench.device import CPU, Device
 from eval.bench.timing import Contender
-from eval.bench.workload import SEED, check, dtype_name, remove_last, rms_ratio
+from eval.bench.workload import SEED, check, dtype_name, remove_last
 from eval.core.table import WrongAnswer
 from hf_paged_cache.config import KVCacheDtype
 from hf_paged_cache.kernels import dispatch, reference
@@ -214,8 +214,8 @@ class BlockStack(Stack):
             pool[ids, :, last % BLOCK_SIZE] = torch.nan
         self.last_output.fill_(torch.nan)
         step()
-        error = rms_ratio(self.last_output, _exact(self, self, self.layers - 1))
-        return check(f"{self.name}, {self.case}", error, tolerance)
+        want = _exact(self, self, self.layers - 1)
+        return check(f"{self.name}, {self.case}", self.last_output, want, tolerance)
 
 
 class _AttentionModule(torch.nn.Module):
@@ -306,7 +306,7 @@ def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None
                     raise WrongAnswer("the stock cache's attention holds NaN or infinity")
                 continue
             want = _exact(stack, expected or stack, layer_idx)
-            error = check(f"{stack.name} cache, {stack.case}", rms_ratio(got, want), tolerance)
+            error = check(f"{stack.name} cache, {stack.case}", got, want, tolerance)
             errors[stack.name] = max(errors[stack.name], error)
     for stack in stacks:
         done = {0, *(other.layers - 1 for other in stacks)}

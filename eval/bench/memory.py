@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from eval import measure
 from eval.bench import workload
 from eval.bench.context import Bench, Context
+from eval.core import measure
 from eval.core.isolation import Workers
 from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed
 from hf_paged_cache.host.compat import cache_argument

@@ -14,7 +14,7 @@ from eval.bench import (
     sealing,
 )
 from eval.bench.context import Bench
-from eval.errors import UsageError, check_choice
+from eval.core.errors import UsageError, check_choice
 
 _BENCHES = (
     blocks.BENCH,

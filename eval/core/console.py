@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console

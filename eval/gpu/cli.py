@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from eval.core.console import header, terminal, usage_errors
+from eval.core.errors import UsageError
 from eval.core.isolation import Call, Outcome, Workers
-from eval.errors import UsageError
 from eval.gpu.items import Item, Record
 from eval.gpu.report import Report
 from eval.gpu.sections import DRY_RUN_PHASE_WEIGHTS, PHASE_WEIGHTS, SECTIONS, items_of
@@ -214,7 +214,7 @@ def _environment(settings: Settings) -> dict[str, Any]:
     """Machine, versions, GPU and driver, ready for JSON."""
     import torch
 
-    from eval.environment import describe
+    from eval.core.device import describe
 
     described = describe(torch.device("cpu" if settings.dry_run else "cuda"))
     return {**described, "cuda": torch.version.cuda, "driver": _driver()}

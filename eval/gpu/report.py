@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import time
 from collections import Counter
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.core import table
+from eval.core.results import document, to_json
 from eval.core.table import Cell, Column, Result, Row, fixed
 from eval.gpu.items import Record
 from eval.gpu.sections import SECTIONS
@@ -80,13 +79,13 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {
-            "finished": self.finished,
-            "exit_code": self.exit_code,
-            "settings": asdict(self.settings),
-            "environment": self.environment,
-            "results": [result.to_dict() for result in self.results()],
-            "sections": {
+        return document(
+            self.environment,
+            asdict(self.settings),
+            [result.to_dict() for result in self.results()],
+            finished=self.finished,
+            exit_code=self.exit_code,
+            sections={
                 letter: {
                     "seconds": self.seconds.get(letter),
                     "crash": self.crashes.get(letter),
@@ -95,13 +94,13 @@ class Report:
                 }
                 for letter in self.settings.sections
             },
-        }
+        )
 
     def write(self) -> None:
         """Replace the file, at once and as a whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".json.part")
-        draft.write_text(json.dumps(_plain(self.to_dict()), indent=1) + "\n", encoding="utf-8")
+        draft.write_text(to_json(self.to_dict(), indent=1) + "\n", encoding="utf-8")
         os.replace(draft, self.path)
         self._written_s = time.monotonic()
 
@@ -231,12 +230,3 @@ def _end_to_end(records: dict[str, Record]) -> _Parts:
 
 _TABLES = {"a": _kernels, "b": _parity, "c": _attention, "d": _end_to_end}
 _NAMES = {"c": "kernels", "d": "generate"}
-
-
-def _plain(value: Any) -> Any:
-    """The same with numbers that JSON does not have as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""What a run shows: the table in the terminal, and the files of its folder."""
+"""Reports of a run: the table in the terminal, and the files of its folder."""
 
 from __future__ import annotations
 

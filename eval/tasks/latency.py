@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from eval import long_text
 from eval.caches import CacheEntry
-from eval.generate import check_context, context_tokens, generate_batch
-from eval.measure import Measures
-from eval.models import LoadedModel
-from eval.rows import AtContext
-from eval.settings import Settings
-from eval.spread import spread
+from eval.core.measure import Measures
+from eval.core.models import LoadedModel
+from eval.core.statistics import spread
+from eval.data import text
+from eval.run.generate import check_context, context_tokens, generate_batch
+from eval.run.rows import AtContext
+from eval.run.settings import Settings
 
 from .base import Answer, Outcome, Sample, Task, Unit
 
@@ -34,7 +34,7 @@ class Latency(Task):
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
         """Every context, in every round."""
         contexts = _contexts(loaded, settings)
-        ids = long_text.token_ids(loaded.tokenizer, long_text.shipped()).to(loaded.device)
+        ids = text.token_ids(loaded.tokenizer, text.shipped()).to(loaded.device)
         jobs = [(tokens, turn) for turn in range(ROUNDS) for tokens in contexts]
         return [
             Unit(

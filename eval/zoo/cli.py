@@ -19,8 +19,8 @@ from eval.core.console import (
     write_json,
     write_results,
 )
+from eval.core.errors import UsageError, check_choice
 from eval.core.isolation import Call, Workers
-from eval.errors import UsageError, check_choice
 
 if TYPE_CHECKING:
     from eval.zoo.examine import Options, Report
@@ -106,13 +106,13 @@ def _hand_out(console: Any, reports: list[Report], options: Options, json_file: 
     """Print the table, write the files."""
     import torch
 
-    from eval import environment
+    from eval.core import device
     from eval.zoo import groups, support
 
     support.show(console, reports)
     if json_file is None:
         return
-    described = environment.describe(torch.device("cpu"))
+    described = device.describe(torch.device("cpu"))
     types = [{"group": groups.group_of(report), **dataclasses.asdict(report)} for report in reports]
     counts = groups.counts(reports)
     write_json(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers.models.auto import modeling_auto
 
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 
 SEQ2SEQ = "/seq2seq"
 

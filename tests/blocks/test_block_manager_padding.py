@@ -12,8 +12,8 @@ from tests.blocks.rows import ids, snapshot, started
 
 def test_blocks_are_counted_from_a_row_s_first_own_token():
     manager = started(20, 4)
-    assert manager.blocks_needed(9, padding=(0, 3, 4, 9)) == 3 + 2 + 2 + 0
-    assert manager.reserve(9, padding=(0, 3, 4, 9)) == Reservation(0, 9, [], 0, 7)
+    assert manager.blocks_needed(9, padding_tokens=(0, 3, 4, 9)) == 3 + 2 + 2 + 0
+    assert manager.reserve(9, padding_tokens=(0, 3, 4, 9)) == Reservation(0, 9, [], 0, 7)
     assert ids(manager) == [[0, 1, 2], [3, 4], [5, 6], []]
     assert manager.reserve(4) == Reservation(9, 13, [], 0, 1 + 1 + 1 + 1)
     assert ids(manager) == [[0, 1, 2, 7], [3, 4, 8], [5, 6, 9], [10]]
@@ -23,27 +23,27 @@ def test_blocks_are_counted_from_a_row_s_first_own_token():
 
 def test_a_row_that_is_all_padding_goes_on_with_it_and_stores_nothing():
     manager = started(5, 2)
-    assert manager.reserve(6, padding=(0, 6)) == Reservation(0, 6, [], 0, 2)
-    assert manager.reserve(1, padding=(0, 7)) == Reservation(6, 7, [], 2, 0)
+    assert manager.reserve(6, padding_tokens=(0, 6)) == Reservation(0, 6, [], 0, 2)
+    assert manager.reserve(1, padding_tokens=(0, 7)) == Reservation(6, 7, [], 2, 0)
     assert ids(manager) == [[0, 1], []]
-    assert manager.reserve(6, padding=(0, 9)) == Reservation(7, 13, [], 0, 2 + 1)
+    assert manager.reserve(6, padding_tokens=(0, 9)) == Reservation(7, 13, [], 0, 2 + 1)
     assert ids(manager) == [[0, 1, 2, 3], [4]]
 
 
 def test_a_row_cropped_into_its_padding_is_empty():
     manager = started(9, 3)
-    manager.reserve(14, padding=(0, 8, 13))
+    manager.reserve(14, padding_tokens=(0, 8, 13))
     assert ids(manager) == [[0, 1, 2, 3], [4, 5], [6]]
     manager.crop(7)
     assert ids(manager) == [[0, 1], [], []]
     assert [table.offset for table in manager.tables] == [0, 7, 7]
-    assert manager.reserve(2, padding=(0, 7, 9)) == Reservation(7, 9, [], 0, 2)
+    assert manager.reserve(2, padding_tokens=(0, 7, 9)) == Reservation(7, 9, [], 0, 2)
     assert [table.num_tokens for table in manager.tables] == [9, 2, 0]
 
 
 def test_rows_are_sealed_when_their_own_blocks_are_full():
     manager = started(9, 2)
-    manager.reserve(9, padding=(0, 2))
+    manager.reserve(9, padding_tokens=(0, 2))
     manager.reserve(1)
     assert [manager.pool.state(i).name for row in ids(manager) for i in row] == [
         *("SEALED", "SEALED", "OPEN"),
@@ -53,7 +53,7 @@ def test_rows_are_sealed_when_their_own_blocks_are_full():
 
 def test_a_window_drops_by_columns_and_whole_own_blocks():
     manager = started(20, 3, window=6)
-    manager.reserve(12, keep_history=True, padding=(0, 5, 9))
+    manager.reserve(12, keep_history=True, padding_tokens=(0, 5, 9))
     assert ids(manager) == [[0, 1, 2], [3, 4], [5]]
     assert not manager.has_gap(0)
     manager.reserve(5)  # the first new query needs columns from 7 on: token 2 of row 1
@@ -70,12 +70,12 @@ def test_a_window_drops_by_columns_and_whole_own_blocks():
 
 def test_a_crop_asks_for_the_windows_of_all_rows():
     manager = started(20, 2, window=4)
-    manager.reserve(12, keep_history=True, padding=(0, 11))
+    manager.reserve(12, keep_history=True, padding_tokens=(0, 11))
     manager.check_crop(5)
     manager.reorder([1])
     manager.crop(5)
     assert ids(manager) == [[]]
-    manager.reserve(12, padding=(5,))
+    manager.reserve(12, padding_tokens=(5,))
     with pytest.raises(PagedCacheError, match="history was released"):
         manager.check_crop(12)
 
@@ -85,28 +85,28 @@ def test_padding_that_does_not_fit_changes_nothing(padding: tuple[int, ...]):
     manager = started(6, 2)
     before = snapshot(manager)
     with pytest.raises(PagedCacheError, match=r"Expected padding of 2 rows, each 0…5 tokens"):
-        manager.reserve(5, padding=padding)
+        manager.reserve(5, padding_tokens=padding)
     assert snapshot(manager) == before
 
 
 def test_a_row_that_has_begun_has_no_more_padding():
     manager = started(6, 2)
-    manager.reserve(5, padding=(0, 4))
+    manager.reserve(5, padding_tokens=(0, 4))
     with pytest.raises(PagedCacheError, match="as before where a row has begun"):
-        manager.reserve(1, padding=(0, 5))
+        manager.reserve(1, padding_tokens=(0, 5))
 
 
 def test_too_few_blocks_change_nothing():
     manager = started(5, 2)
-    manager.reserve(6, padding=(0, 6))
+    manager.reserve(6, padding_tokens=(0, 6))
     before = snapshot(manager)
-    assert manager.reserve(11, padding=(0, 8)) is None  # 3 more for row 0 and 3 for row 1
+    assert manager.reserve(11, padding_tokens=(0, 8)) is None  # 3 more for row 0 and 3 for row 1
     assert snapshot(manager) == before
 
 
 def test_copies_of_padded_rows_share_what_is_stored():
     manager = started(9, 3)
-    manager.reserve(10, padding=(0, 4, 9))
+    manager.reserve(10, padding_tokens=(0, 4, 9))
     manager.reorder([2, 1, 1, 0])
     assert ids(manager) == [[5], [3, 4], [3, 4], [0, 1, 2]]
     assert manager.reserve(1).copies == [(4, 6)]
@@ -128,7 +128,7 @@ def test_sinks_and_open_blocks_are_those_of_each_row():
     def reserve(tokens: int, padding: tuple[int, ...] = ()) -> list[list[int]]:
         full = dense.full(manager, tokens)
         dense.release_full(manager, tokens)
-        reservation = manager.reserve(tokens, padding=padding)
+        reservation = manager.reserve(tokens, padding_tokens=padding)
         assert reservation is not None
         dense.follow(manager, reservation)
         dense.check_integrity(manager)

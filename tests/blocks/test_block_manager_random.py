@@ -60,8 +60,8 @@ class ManagerAgainstLists(RuleBasedStateMachine):
     def reserve_checked(self, count, keep_history, padding=()):
         """Reserve, checking all that a reservation promises, and make its copies."""
         manager, before, available = self.manager, copy.deepcopy(self.manager), self.available()
-        needed = manager.blocks_needed(count, keep_history=keep_history, padding=padding)
-        reservation = manager.reserve(count, keep_history=keep_history, padding=padding)
+        needed = manager.blocks_needed(count, keep_history=keep_history, padding_tokens=padding)
+        reservation = manager.reserve(count, keep_history=keep_history, padding_tokens=padding)
         assert (reservation is None) == (needed > available)
         if reservation is None:
             assert (manager.tables, manager.version) == (before.tables, before.version)

@@ -24,14 +24,14 @@ class Rows:
         self.slots: dict[int, str] = {}
 
     def reserve(self, new_tokens: int, *, keep_history: bool = False, padding: tuple[int, ...] = ()) -> None:
-        self.step(new_tokens, keep_history=keep_history, padding=padding)
+        self.step(new_tokens, keep_history=keep_history, padding_tokens=padding)
         self.dense.check_integrity(self.manager)
 
     def step(self, new_tokens: int, *, keep_history: bool = False, padding: tuple[int, ...] = ()) -> None:
         for slot, block_id in self.dense.full(self.manager, new_tokens):
             self.records[block_id] = self.slots.get(slot, "")
         self.dense.release_full(self.manager, new_tokens)
-        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding=padding)
+        reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding_tokens=padding)
         assert reservation is not None
         moves = self.dense.follow(self.manager, reservation)
         for source, target in moves.copied:
@@ -43,7 +43,7 @@ class Rows:
         """One token for each row, as a step of decoding does; none for a row that goes on with padding."""
         end = self.manager.num_tokens + 1
         starts = [table.num_tokens for table in self.manager.tables]
-        self.reserve(1, padding=tuple(min(n, end) for n in padding))
+        self.reserve(1, padding_tokens=tuple(min(n, end) for n in padding))
         for table, start, token in zip(self.manager.tables, starts, tokens, strict=True):
             if not token:
                 continue

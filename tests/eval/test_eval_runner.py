@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from eval import bootstrap, runner, summary
 from eval.caches import CACHES, CacheEntry, CacheUnavailable, Demand, tensor_bytes
-from eval.errors import UsageError
-from eval.journal import Journal, check_continues
-from eval.models import LoadedModel
-from eval.processes import Processes
-from eval.rows import Prediction, Row
-from eval.runner import run_task
-from eval.settings import Settings
+from eval.core import statistics
+from eval.core.errors import UsageError
+from eval.core.models import LoadedModel
+from eval.run import runner, summary
+from eval.run.journal import Journal, check_continues
+from eval.run.processes import Processes
+from eval.run.rows import Prediction, Row
+from eval.run.runner import run_task
+from eval.run.settings import Settings
 from eval.tasks import TASKS
 from eval.tasks.base import Answer, Outcome, Sample, Task, Unit
 from eval.tasks.texts import Batch, _encode
@@ -31,7 +32,7 @@ Done = tuple[list[Row], list[Prediction]]
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "RESAMPLES", 30)
+    monkeypatch.setattr(statistics, "RESAMPLES", 30)
 
 
 @pytest.fixture

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eval import models
+from eval.core import models
+from eval.core.models import LoadedModel
 from eval.core.table import Result
-from eval.models import LoadedModel
 from eval.quality import picture, requirements, tables
 from eval.quality.cli import app
-from eval.quality.protocol import Comparison, Outcome
+from eval.quality.protocol import Comparison, Outcome, Score
 from eval.quality.requirements import REQUIRED, Protocol
 from eval.quality.schemes import SCHEMES
-from eval.quality.score import Score
 from eval.quality.storage import Storage
 
 ARGUMENTS = ["--tokens", "96", "--rows", "1", "--chunk", "32", "--model", "tiny"]
@@ -164,7 +163,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, without_matplotl
 
 @pytest.fixture
 def _tiny(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "load", lambda settings: loaded)
+    monkeypatch.setattr(models, "load", lambda name: loaded)
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -174,7 +173,7 @@ def test_a_run_prints_both_tables_and_writes_json_and_picture(tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     assert "key offset" in result.output
     document = json.loads(file.read_text(encoding="utf-8"))
-    assert document["protocol"] == {"model": "tiny", "rows": 1, "tokens": 96, "chunk": 32, "source": "tiny"}
+    assert document["settings"] == {"model": "tiny", "rows": 1, "tokens": 96, "chunk": 32, "source": "tiny"}
     assert [table["bench"] for table in document["results"]] == ["quality", "offset"]
     assert [row["scheme"] for row in document["results"][0]["rows"]] == ["auto", "int8"]
     assert document["results"][0]["rows"][0]["perplexity_ratio"] == pytest.approx(1.0, abs=1e-6)

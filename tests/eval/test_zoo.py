@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 from eval.zoo import (
     checks,
     exceptions,
