@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import hf_paged_cache.attention.paged_attention
+import hf_paged_cache.attention.attention_call
 from hf_paged_cache.kernels import dispatch
 
 BLOCKS = "blocks"
@@ -55,7 +55,7 @@ def watch() -> Iterator[Reads]:
 
     places = (
         (dispatch, "decode", BLOCKS),
-        (hf_paged_cache.attention.paged_attention, "attend_with_history", BLOCKS),
+        (hf_paged_cache.attention.attention_call, "attend_with_history", BLOCKS),
         (dispatch, "gather", DENSE),
     )
     with ExitStack() as stack:
