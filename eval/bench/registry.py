@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from eval.bench import (
-    attention_step,
-    blocks,
-    decode_step,
-    formats_step,
-    kv_bytes,
-    memory,
-    prefill,
-    readers,
-    sealing,
-)
+from eval.bench import blocks, readers
 from eval.bench.context import Bench
+from eval.bench.layers import attention_step, formats_step
+from eval.bench.models import decode_step, kv_bytes, memory, prefill, sealing
 from eval.core.errors import UsageError, check_choice
 
 _BENCHES = (

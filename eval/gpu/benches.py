@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from eval.bench import attention_step, generate_steps
-from eval.bench.device import Device
-from eval.bench.generate_steps import COMPILED, EAGER
-from eval.bench.layer_stacks import LLAMA_3_8B, BlockStack, Case, Shape
+from eval.bench.layers import attention_step
+from eval.bench.layers.layer_stacks import LLAMA_3_8B, BlockStack, Case, Shape
+from eval.bench.models import generate_steps
+from eval.bench.models.generate_steps import COMPILED, EAGER
+from eval.core.hardware import Device
 from eval.gpu.items import Item, Record
 from eval.gpu.settings import Settings
 

@@ -212,7 +212,7 @@ def _parity(records: dict[str, Record]) -> _Parts:
 
 
 def _attention(records: dict[str, Record]) -> _Parts:
-    from eval.bench.attention_step import KERNEL_COLUMNS, KERNEL_NOTES
+    from eval.bench.layers.attention_step import KERNEL_COLUMNS, KERNEL_NOTES
 
     launches = (
         f"{record.values['launches']} launches per layer: {', '.join(record.values['kernels'])}"
@@ -223,7 +223,7 @@ def _attention(records: dict[str, Record]) -> _Parts:
 
 
 def _end_to_end(records: dict[str, Record]) -> _Parts:
-    from eval.bench.generate_steps import COLUMNS, NOTES
+    from eval.bench.models.generate_steps import COLUMNS, NOTES
 
     return COLUMNS, [row for r in records.values() for row in r.rows], NOTES
 

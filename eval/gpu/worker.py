@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from eval.bench.device import CudaDevice, Device, Skip, ToyDevice
+from eval.core.hardware import CudaDevice, Device, Skip, ToyDevice
 from eval.core.isolation import Last
 from eval.core.table import WrongAnswer
 from eval.gpu import sections

@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eval.bench.device import Device, ToyDevice
-from eval.bench.timing import Contender, interleave
+from eval.core.hardware import Device, ToyDevice
 from eval.core.isolation import NO_TIME, Call, Outcome
+from eval.core.timing import Contender, interleave
 from eval.gpu import cases, cli, kernels, sections
 from eval.gpu.items import Item, Record
 from eval.gpu.settings import Settings

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from eval.bench import workload
 from eval.bench.context import Bench, Context
+from eval.bench.models import workload
 from eval.core import measure
 from eval.core.isolation import Workers
 from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eval.bench.device import CPU, Device, repeats_of
+from eval.core.hardware import CPU, Device, repeats_of
 
 STEPS = 3
 """Steps of one contender in a row."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from eval.bench.device import NEEDS_GPU, Skip
-from eval.bench.layer_stacks import BLOCK_SIZE, BlockStack
+from eval.bench.layers.layer_stacks import BLOCK_SIZE, BlockStack
+from eval.core.hardware import NEEDS_GPU, Skip
 
 Step = Callable[[], object]
 

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
-from eval.bench import layer_stacks, readers, rivals
+from eval.bench import readers
 from eval.bench.context import Bench, Context
-from eval.bench.device import CPU, Skip
-from eval.bench.layer_stacks import LLAMA_3_8B, SMOLLM2, BlockStack, Case
+from eval.bench.layers import layer_stacks, rivals
+from eval.bench.layers.layer_stacks import LLAMA_3_8B, SMOLLM2, BlockStack, Case
+from eval.bench.models.workload import dtype_name
 from eval.bench.readers import Reader
-from eval.bench.timing import Contender, Timings, interleave
-from eval.bench.workload import dtype_name
+from eval.core.hardware import CPU, Skip
 from eval.core.table import Bound, Cell, Column, Row, fixed, scientific
+from eval.core.timing import Contender, Timings, interleave
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """RMS error ratio against attention computed in float64."""

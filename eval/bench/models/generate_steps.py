@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from eval.bench import workload
-from eval.bench.device import Device, Skip
+from eval.bench.models import workload
 from eval.caches import CacheUnavailable
 from eval.caches.stock import quantized_cache
+from eval.core.hardware import Device, Skip
 from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed, scientific
 from hf_paged_cache.host.compat import cache_argument
 

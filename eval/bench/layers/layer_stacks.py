@@ -10,10 +10,10 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eval.bench.device import CPU, Device
-from eval.bench.timing import Contender
-from eval.bench.workload import SEED, check, dtype_name, remove_last
+from eval.bench.models.workload import SEED, check, dtype_name, remove_last
+from eval.core.hardware import CPU, Device
 from eval.core.table import WrongAnswer
+from eval.core.timing import Contender
 from hf_paged_cache.config import KVCacheDtype
 from hf_paged_cache.kernels import dispatch, reference
 from hf_paged_cache.kernels.call import Attention, LayerBlocks, RowLengths
