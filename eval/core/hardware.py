@@ -19,8 +19,7 @@ _POISON_BYTES = tuple(1 << power for power in range(9, 25))
 _L3_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _DEFAULT_L3_BYTES = 32 << 20
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_TURN_S = 0.008
-_MAX_REPEATS = 200
+_TOY_CACHE_BYTES = 64 << 10
 
 
 class Skip(Exception):
@@ -28,75 +27,117 @@ class Skip(Exception):
 
 
 class Device:
-    """The CPU, and what benches and checks ask of any device."""
+    """The CPU, the CPU of a dry run, where layers are few, or the first GPU."""
 
-    torch_device = torch.device("cpu")
-    is_gpu = False
+    def __init__(self, name: str = "cpu", *, is_toy: bool = False) -> None:
+        self.torch_device = torch.device(name)
+        self.is_gpu = self.torch_device.type == "cuda"
+        self.is_toy = is_toy
 
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
 
     def step_s(self, step: Callable[[], object], steps: int) -> float:
-        """Seconds of a step, the median of so many in a row."""
-        taken = []
+        """Seconds of one of so many steps in a row: on a GPU their mean, without a wait between, or the median."""
+        if self.is_gpu:
+            begin = self.mark()
+            for _ in range(steps):
+                step()
+            return self.seconds_between([begin, self.mark()])[0] / steps
         gc.collect(0)
         gc.disable()
         try:
+            marks = [self.mark()]
             for _ in range(steps):
-                start_s = time.perf_counter()
                 step()
-                taken.append(time.perf_counter() - start_s)
+                marks.append(self.mark())
         finally:
             gc.enable()
-        return statistics.median(taken)
+        return statistics.median(self.seconds_between(marks))
 
     def mark(self) -> Any:
         """A point in the device's time, without waiting for it."""
-        return time.perf_counter()
+        if not self.is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def seconds_between(self, marks: list[Any]) -> list[float]:
         """Seconds from each mark to the next. Waits for the last."""
-        return [later - earlier for earlier, later in itertools.pairwise(marks)]
+        if not self.is_gpu:
+            return [later - earlier for earlier, later in itertools.pairwise(marks)]
+        marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
 
     def graph_of(self, step: Callable[[], object]) -> Callable[[], object]:
-        """The launches of a step, recorded; calling it replays them. The step has run before.
+        """The launches of a step, recorded after three runs on a side stream; calling it replays them.
 
         Raises:
             Skip: not on this device.
         """
-        raise Skip(NEEDS_GPU)
+        if not self.is_gpu:
+            raise Skip(NEEDS_GPU)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
 
     def launches_of(self, step: Callable[[], object]) -> list[str]:
-        """Names of the kernels that a step launches.
+        """Names of the kernels that a step launches, memory copies included, as the profiler sees them.
 
         Raises:
-            Skip: not on this device.
+            Skip: not on this device, or it sees none.
         """
-        raise Skip(NEEDS_GPU)
+        from torch.profiler import ProfilerActivity, profile
 
-    def free_bytes(self) -> int | None:
-        """Memory that can still be allocated; None if nobody counts."""
-        return None
+        if not self.is_gpu:
+            raise Skip(NEEDS_GPU)
+        self.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+            step()
+            self.synchronize()
+        events: Any = profiled.events()
+        found = [event.name for event in events if "CUDA" in str(event.device_type)]
+        if not found:
+            raise Skip("the profiler saw no kernels")
+        return found
 
     def check_room(self, needed: float) -> None:
-        """See that so many bytes can still be allocated.
+        """See that a GPU can still allocate so many bytes.
 
         Raises:
-            Skip: they cannot.
+            Skip: it cannot.
         """
-        free = self.free_bytes()
-        if free is not None and free < needed:
+        if not self.is_gpu:
+            return
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = torch.cuda.mem_get_info()[0] + unused
+        if free < needed:
             raise Skip(f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
 
     def reset_peak(self) -> None:
         """Begin counting the peak anew."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int | None:
         """The most memory that tensors took at one time since then; None if nobody counts."""
-        return None
+        return int(torch.cuda.max_memory_allocated()) if self.is_gpu else None
 
     def cache_bytes(self) -> int:
         """Size of the cache between the memory and the cores; 32 MiB where the system does not say."""
+        if self.is_gpu or self.is_toy:
+            return torch.cuda.get_device_properties(0).L2_cache_size if self.is_gpu else _TOY_CACHE_BYTES
         try:
             text = _L3_SIZE.read_text(encoding="ascii").strip()
         except OSError:
@@ -106,9 +147,16 @@ class Device:
     def release(self) -> None:
         """Give unused memory back."""
         gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
 
     def is_lost(self) -> bool:
-        """Whether an error has made the device unusable for this process."""
+        """Whether an error has made the device unusable for this process: then every later call fails."""
+        try:
+            self.synchronize()
+            torch.zeros(1, device=self.torch_device).item()
+        except RuntimeError:
+            return True
         return False
 
     @contextlib.contextmanager
@@ -124,7 +172,9 @@ class Device:
             static_group.DEVICES = before
 
     def compile_options(self) -> dict[str, Any]:
-        """Arguments of `generate` with which it compiles the decode step here as on a GPU."""
+        """Arguments with which `generate` compiles the decode step here as by itself on a GPU."""
+        if self.is_gpu:
+            return {}
         from transformers import CompileConfig
 
         config: Any = CompileConfig(backend="aot_eager")
@@ -156,109 +206,5 @@ class Device:
                 filling.fill_uninitialized_memory = fill
 
 
-class CudaDevice(Device):
-    """The first GPU."""
-
-    torch_device = torch.device("cuda", 0)
-    is_gpu = True
-
-    def synchronize(self) -> None:
-        """All streams."""
-        torch.cuda.synchronize()
-
-    def step_s(self, step: Callable[[], object], steps: int) -> float:
-        """Between two events, so many steps and no wait in between: their mean."""
-        begin = self.mark()
-        for _ in range(steps):
-            step()
-        return self.seconds_between([begin, self.mark()])[0] / steps
-
-    def mark(self) -> Any:
-        """An event in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds_between(self, marks: list[Any]) -> list[float]:
-        """Waits for the last event."""
-        marks[-1].synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-
-    def graph_of(self, step: Callable[[], object]) -> Callable[[], object]:
-        """A CUDA graph, captured after three runs on a side stream."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
-
-    def launches_of(self, step: Callable[[], object]) -> list[str]:
-        """As the profiler saw them, memory copies included."""
-        from torch.profiler import ProfilerActivity, profile
-
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-            step()
-            torch.cuda.synchronize()
-        events: Any = profiled.events()
-        found = [event.name for event in events if "CUDA" in str(event.device_type)]
-        if not found:
-            raise Skip("the profiler saw no kernels")
-        return found
-
-    def free_bytes(self) -> int | None:
-        """What the driver has, and what torch's allocator keeps unused."""
-        free, _ = torch.cuda.mem_get_info()
-        return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
-
-    def reset_peak(self) -> None:
-        """Of torch's allocator."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak_bytes(self) -> int | None:
-        """Of torch's allocator."""
-        return int(torch.cuda.max_memory_allocated())
-
-    def cache_bytes(self) -> int:
-        """The L2."""
-        return int(torch.cuda.get_device_properties(0).L2_cache_size)
-
-    def release(self) -> None:
-        """To the driver."""
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def is_lost(self) -> bool:
-        """After an illegal access every later call fails."""
-        try:
-            torch.cuda.synchronize()
-            torch.zeros(1, device=self.torch_device).item()
-        except RuntimeError:
-            return True
-        return False
-
-    def compile_options(self) -> dict[str, Any]:
-        """None: `generate` compiles by itself."""
-        return {}
-
-
-class ToyDevice(Device):
-    """The CPU of a dry run, where layers are few."""
-
-    def cache_bytes(self) -> int:
-        """Next to nothing."""
-        return 64 << 10
-
-
 CPU = Device()
-
-
-def repeats_of(step_s: float) -> int:
-    """Steps in a row, so that one turn takes long enough to be timed."""
-    return max(1, min(_MAX_REPEATS, round(_TURN_S / max(step_s, 1e-9))))
+TOY = Device(is_toy=True)

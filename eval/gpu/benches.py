@@ -21,7 +21,6 @@ SIZES = (
     (32, 131072), (1, 131072), (8, 2048), (32, 2048),
 )  # fmt: skip
 """Batch and tokens; what matters most comes first, in case the time runs out."""
-RIVALS = ("flex", "flash_attn", "flashinfer")
 GENERATED = (
     generate_steps.Case(1, 512, rounds=4),  # small steps are noisy and cheap, so they get more turns
     generate_steps.Case(8, 32768),
@@ -30,7 +29,7 @@ GENERATED = (
 
 
 def attention(settings: Settings) -> list[Item]:
-    """The sizes, then what is launched for a layer, then other kernels where they are installed."""
+    """The sizes, then what is launched for a layer, then torch's flex attention."""
     cases = [Case(LLAMA_3_8B, batch, torch.bfloat16, tokens) for batch, tokens in SIZES]
     options: dict[str, Any] = {}
     if settings.dry_run:
@@ -42,8 +41,7 @@ def attention(settings: Settings) -> list[Item]:
         Item(_key("launches", cases[0]), partial(_launches, cases[0])),
         *(Item(_key("decode", case), partial(_kernels, case, brief), 5.0, 60.0) for case in cases),
         *(
-            Item(_key(name, case), partial(_rival, name, case, options), 10.0, 60.0, optional=True)
-            for name in RIVALS
+            Item(_key("flex", case), partial(_flex, case, options), 10.0, 60.0, optional=True)
             for case in cases[: 1 if settings.dry_run else 2]
         ),
     ]
@@ -65,8 +63,8 @@ def _kernels(case: Case, options: dict[str, Any], record: Record, device: Device
     record.rows += attention_step.measure_kernels(replace(case, device=device), **options)
 
 
-def _rival(name: str, case: Case, options: dict[str, Any], record: Record, device: Device) -> None:
-    record.rows += attention_step.measure_rival(name, replace(case, device=device), **options)
+def _flex(case: Case, options: dict[str, Any], record: Record, device: Device) -> None:
+    record.rows += attention_step.measure_flex(replace(case, device=device), **options)
 
 
 def end_to_end(settings: Settings) -> list[Item]:
