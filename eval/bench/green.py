@@ -18,21 +18,10 @@ from typing import Any
 _FOLDERS = ("hf_paged_cache", "tests")
 _FILES = ("pyproject.toml", "eval/bench/green.py", "eval/bench/kernel_tests.py", "eval/core/isolation.py")
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "pytest", "hypothesis")
-_VARIABLES = tuple(
-    [
-        "HF_PAGED_CACHE_",
-        "CXX",
-        "TRITON_",
-        "OMP_",
-        "GOMP_",
-        "MKL_",
-        "ATEN_",
-        "TORCH",
-        "PYTORCH_",
-        "PYTHON",
-        "LD_",
-    ]
-)
+_VARIABLES = (
+    "HF_PAGED_CACHE_", "CXX", "TRITON_", "OMP_", "GOMP_", "MKL_", "ATEN_", "TORCH", "PYTORCH_", "PYTHON",
+    "LD_",
+)  # fmt: skip
 """Beginnings of the names of environment variables that choose a backend or how it computes."""
 
 

@@ -111,7 +111,7 @@ def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     )
 
 
-BANDWIDTH = Bench(
+BENCH = Bench(
     "bandwidth",
     "reading memory",
     (Column("method", "method"), Column("gb_per_s", "GB/s", fixed(1)), Column("best", "")),

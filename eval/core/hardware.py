@@ -40,7 +40,7 @@ class Device:
             torch.cuda.synchronize()
 
     def step_s(self, step: Callable[[], object], steps: int) -> float:
-        """Seconds of one of so many steps in a row: the median, or on a GPU the mean, without waits between."""
+        """Seconds of one of so many steps in a row: the median, or on a GPU the mean, no wait between."""
         if self.is_gpu:
             begin = self.mark()
             for _ in range(steps):

@@ -72,7 +72,7 @@ def end_to_end(settings: Settings) -> list[Item]:
     cases = [replace(case, seed=settings.seed) for case in GENERATED]
     if settings.dry_run:
         cases = [
-            generate_steps.Case(*size, steps=3, rounds=1, warm_up=2, hidden=64, seed=settings.seed)
+            generate_steps.Case(*size, steps=3, rounds=1, warm_up=2, seed=settings.seed)
             for size in ((1, 16), (2, 70))
         ]
     return [
@@ -93,10 +93,10 @@ def end_to_end(settings: Settings) -> list[Item]:
 
 
 def _generate(names: tuple[str, ...], case: generate_steps.Case, record: Record, device: Device) -> None:
-    record.rows += generate_steps.measure(names, _model(case.hidden, device), case, device)
+    record.rows += generate_steps.measure(names, _model(device), case, device)
 
 
 @cache
-def _model(hidden: int, device: Device) -> Any:
+def _model(device: Device) -> Any:
     """One model for all items of a process."""
-    return generate_steps.random_llama(hidden, device)
+    return generate_steps.random_llama("llama-3-8b" if device.is_gpu else "toy", device)
