@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eval.gpu.device import Device
+
 from eval.gpu.items import Record
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from eval.gpu.device import Device
 
 from eval.gpu import cli, kernels, moved, sections
-from eval.gpu.device import Device
 from eval.gpu.items import Item, Record
 from eval.gpu.settings import Settings
 from eval.gpu.shared_cases import attention_cases

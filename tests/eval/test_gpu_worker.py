@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval.gpu.device import Device
 
 from eval.gpu import sections, supervisor
 from eval.gpu.budget import RESERVE_S, Budget
-from eval.gpu.device import Device
 from eval.gpu.items import NO_TIME, Item, Record, Skip
 from eval.gpu.settings import Settings
 from eval.gpu.supervisor import Supervisor, shares_of
