@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hf_paged_cache' has no attribute {name!r}")
     if name in _HOME:
-        import_module(".host.version", __name__)  # an older host lacks names that are imported next
+        import_module(".host", __name__)  # an older host lacks names that are imported next
     module, attribute = _HOME.get(name, ("errors", name))
     return getattr(import_module(f".{module}", __name__), attribute)
 

@@ -81,7 +81,7 @@ def check(isa: str) -> int:
     options = ["-s", "-p", "no:cacheprovider"]  # captured output would be lost with the process
     statuses = [
         pytest.main([*options, *select("cpp", isa, quick=True).arguments]),
-        pytest.main([*options, "tests/kernels/test_offsets.py", "-k", "cpu"]),
+        pytest.main([*options, "tests/kernels/test_offsets.py", "-k", "cpp"]),
     ]
     if isa == next(name for name, needs in build._ISA_NEEDS.items() if needs <= build._cpu_flags()):
         statuses.append(pytest.main([*options, "tests/forward/test_interrupts.py", "-k", "not anywhere"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.bench.cli import app
+from eval.cli import main
 
 if __name__ == "__main__":
-    app()
+    main("bench")

@@ -25,11 +25,11 @@ FOLDER = "tests/kernels"
 FILES = {
     "cpp": ("test_cpp.py", "test_cpp_quantized.py", "test_prefill.py"),
     "triton": ("test_triton.py", "test_triton_quantized.py"),
-    "torch": ("test_torch_blocks.py", "test_quantized.py", "test_prefill.py"),
+    "torch": ("test_torch_kernels.py", "test_quantized.py", "test_prefill.py"),
     "reference": ("test_reference.py", "test_quantized.py"),
 }
 """Backend -> the files in `FOLDER` that guard what it computes; beside `cpp`, torch computes prompts."""
-NOT_IN_USE = {"torch": ("test_quantized and reference",), "reference": ("test_quantized and torch_blocks",)}
+NOT_IN_USE = {"torch": ("test_quantized and reference",), "reference": ("test_quantized and torch_kernels",)}
 """Backend -> tests in those files that are about another one."""
 ISAS = ("avx512", "avx2", "portable")
 _LAST_LINES = 3

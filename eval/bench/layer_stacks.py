@@ -12,12 +12,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eval.bench.device import CPU, Device
 from eval.bench.timing import Contender
-from eval.bench.workload import SEED, check, dtype_name, remove_last, rms_ratio
+from eval.bench.workload import SEED, check, dtype_name, remove_last
 from eval.core.table import WrongAnswer
 from hf_paged_cache.config import KVCacheDtype
 from hf_paged_cache.kernels import dispatch, reference
 from hf_paged_cache.kernels.call import Attention, LayerBlocks, RowLengths
-from hf_paged_cache.store.pool import PoolShape, allocate_dense
+from hf_paged_cache.store.pool_tensors import PoolShape, PoolTensors
 
 _SPARE_TOKENS = 64
 BLOCK_SIZE = 64
@@ -158,8 +158,10 @@ class BlockStack(Stack):
         shape, where = case.shape, case.device.torch_device
         columns = -(-case.tokens // BLOCK_SIZE)
         num_blocks = case.batch * columns
-        pool = PoolShape(shape.kv_heads, shape.head_dim, shape.head_dim, case.dtype, where)
-        keys, values = allocate_dense(pool, num_blocks, self.layers, BLOCK_SIZE)
+        heads = PoolShape(shape.kv_heads, shape.head_dim, shape.head_dim, case.dtype, where)
+        keys, values = PoolTensors(
+            heads, num_blocks=num_blocks, num_layers=self.layers, block_size=BLOCK_SIZE
+        ).tensors
         generator = torch.Generator(where).manual_seed(SEED)
         for states in (keys, values):
             states.normal_(generator=generator)
@@ -184,7 +186,7 @@ class BlockStack(Stack):
         """By the dispatcher."""
         blocks, tokens = self.blocks[layer_idx], self.case.tokens
         dispatch.write(blocks, self.keys, self.values, tokens - 1)
-        return dispatch.decode(blocks, Attention(self.query, 0, tokens, self.scaling, self.mask))
+        return dispatch.decode(blocks, Attention(self.query, 0, tokens, self.scaling, self.mask))[0]
 
     def step(self) -> None:
         """The new token of every layer."""
@@ -214,8 +216,8 @@ class BlockStack(Stack):
             pool[ids, :, last % BLOCK_SIZE] = torch.nan
         self.last_output.fill_(torch.nan)
         step()
-        error = rms_ratio(self.last_output, _exact(self, self, self.layers - 1))
-        return check(f"{self.name}, {self.case}", error, tolerance)
+        want = _exact(self, self, self.layers - 1)
+        return check(f"{self.name}, {self.case}", self.last_output, want, tolerance)
 
 
 class _AttentionModule(torch.nn.Module):
@@ -306,7 +308,7 @@ def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None
                     raise WrongAnswer("the stock cache's attention holds NaN or infinity")
                 continue
             want = _exact(stack, expected or stack, layer_idx)
-            error = check(f"{stack.name} cache, {stack.case}", rms_ratio(got, want), tolerance)
+            error = check(f"{stack.name} cache, {stack.case}", got, want, tolerance)
             errors[stack.name] = max(errors[stack.name], error)
     for stack in stacks:
         done = {0, *(other.layers - 1 for other in stacks)}

@@ -30,7 +30,7 @@ COLUMNS = (
 
 def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     model, source = context.model(torch.float32)
-    prompt = workload.random_ids(model, 1, PROMPT_TOKENS)
+    prompt = workload.random_ids(model, PROMPT_TOKENS)
     with torch.inference_mode():
         rows = [_prompt(context, model, prompt), _chunk(context, model, prompt[:, :CHUNK_TOKENS])]
     return rows, (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedC
 from eval.bench.timing import Contender
 from eval.core import models
 from eval.core.errors import UsageError
+from eval.core.statistics import rms_ratio
 from eval.core.table import WrongAnswer
 from hf_paged_cache.host.compat import cache_argument
 
@@ -69,14 +71,14 @@ def use(name: str, model: Any) -> None:
     (disable if name == "dynamic" else enable)(model)
 
 
-def fill(caches: list[Any], model: Any, tokens: int, batch: int = 1) -> None:
-    """Give all caches the same K and V of `tokens` tokens in every row of every layer.
+def fill(caches: list[Any], model: Any, tokens: int) -> None:
+    """Give all caches the same K and V of `tokens` tokens of one row in every layer.
 
-    They are the model's own, of prompts of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
+    They are the model's own, of a prompt of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
     hang on the last bits, and a comparison would say nothing.
     """
     source = new_cache("dynamic", model)
-    forward("dynamic", model, source, random_ids(model, batch, PROMPT_TOKENS))
+    forward("dynamic", model, source, random_ids(model, PROMPT_TOKENS))
     repeats = -(-tokens // PROMPT_TOKENS)
     for layer_idx, (keys, values, *_) in enumerate(source):
         new = [states.repeat(1, 1, repeats, 1)[:, :, :tokens].contiguous() for states in (keys, values)]
@@ -84,10 +86,28 @@ def fill(caches: list[Any], model: Any, tokens: int, batch: int = 1) -> None:
             cache.update(*new, layer_idx)
 
 
-def random_ids(model: Any, batch: int, tokens: int) -> torch.Tensor:
-    """Ids `[batch, tokens]`, where the model is."""
+def fill_random(cache: Any, model: Any, batch: int, tokens: int) -> None:
+    """Put random K and V of `tokens` tokens into every layer, the same for every cache, where the model is.
+
+    V has a mean, so that an attention that loses part of its weight shows in the logits.
+    """
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    generator = torch.Generator(model.device).manual_seed(SEED)
+
+    def normal(tokens: int) -> torch.Tensor:
+        size = (batch, config.num_key_value_heads, tokens, head_dim)
+        return torch.empty(size, dtype=model.dtype, device=model.device).normal_(generator=generator)
+
+    keys, values = normal(tokens), normal(tokens).add_(normal(1))
+    for layer_idx in range(config.num_hidden_layers):
+        cache.update(keys, values, layer_idx)
+
+
+def random_ids(model: Any, tokens: int) -> torch.Tensor:
+    """Ids `[1, tokens]`."""
     generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(model.config.vocab_size, (batch, tokens), generator=generator).to(model.device)
+    return torch.randint(model.config.vocab_size, (1, tokens), generator=generator)
 
 
 def replay(cache: Any, model: Any, tokens: int) -> Any:
@@ -134,25 +154,16 @@ def remove_last(cache: Any, tokens: int) -> None:
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
 
 
-def rms_ratio(got: torch.Tensor, want: torch.Tensor) -> float:
-    """RMS of the difference over RMS of what is wanted.
+def check(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> float:
+    """The RMS error ratio.
 
     Raises:
-        WrongAnswer: one of the tensors holds NaN or infinity.
+        WrongAnswer: it is above the tolerance, or there is none, because a tensor holds NaN or infinity.
     """
-    if not (got.isfinite().all() and want.isfinite().all()):
-        raise WrongAnswer("an output holds NaN or infinity")
-    got, want = got.double(), want.double()
-    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
-
-
-def check(what: str, error: float, tolerance: float) -> float:
-    """Return the error.
-
-    Raises:
-        WrongAnswer: it is above the tolerance.
-    """
-    if not error <= tolerance:
+    error = rms_ratio(got, want)
+    if math.isnan(error):
+        raise WrongAnswer(f"{what}: an output holds NaN or infinity")
+    if error > tolerance:
         raise WrongAnswer(f"{what}: RMS error ratio {error:.1e}, allowed {tolerance:.0e}")
     return error
 
@@ -193,10 +204,6 @@ def compare_logits(model: Any, caches: dict[str, Any], token_ids: torch.Tensor, 
 
 
 def check_logits(logits: dict[str, torch.Tensor], what: str, dtype: torch.dtype) -> float:
-    """Difference of the logits with a paged and a dynamic cache.
-
-    Raises:
-        WrongAnswer: it is too large.
-    """
-    error = rms_ratio(logits["paged"], logits["dynamic"])
-    return check(f"logits of {what} in {dtype_name(dtype)} with a paged cache", error, TOLERANCE[dtype])
+    """The same of logits that are known."""
+    what = f"logits of {what} in {dtype_name(dtype)} with a paged cache"
+    return check(what, logits["paged"], logits["dynamic"], TOLERANCE[dtype])

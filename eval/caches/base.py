@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.core.measure import KvBytes
 from hf_paged_cache import disable
-from hf_paged_cache.host.plain_tensors import plain_tensors
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 
 class CacheUnavailable(Exception):

@@ -79,13 +79,13 @@ def check_writable(path: Path | None) -> None:
         write_results(path, "", mode="a")
 
 
-def write_json(path: Path, document: object) -> None:
+def write_json(path: Path, document: object, indent: int = 2) -> None:
     """Write results.
 
     Raises:
         UsageError: The file cannot be written.
     """
-    write_results(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    write_results(path, json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
 
 
 def write_results(path: Path, content: str, mode: str = "w") -> None:

@@ -24,6 +24,7 @@ from unittest import mock
 
 NO_TIME = "no time"
 LOG_TAIL_CHARS = 1500
+_PATIENCE_S = 2.0
 _READY, _EVENT, _DONE, _LAST, _FAILED = "ready", "event", "done", "last", "failed"
 
 
@@ -119,7 +120,7 @@ class Workers:
                             yield from _skip_all(waiting, f"{deaths} processes died before it")
             finally:
                 for worker in workers:
-                    worker.kill()
+                    worker.end() if worker.call is None else worker.kill()
 
     def one(self, *arguments: Any) -> Outcome:
         """Make one call."""
@@ -164,9 +165,11 @@ class Workers:
         for worker in busy:
             outcome = self._answer(worker, deadline)
             if outcome is not None:
-                worker.is_over = worker.is_over or self.one_call_each
                 if worker.is_over:
                     worker.kill()
+                elif self.one_call_each:
+                    worker.is_over = True
+                    worker.end()
                 yield worker, outcome
 
     def _answer(self, worker: _Worker, deadline: float) -> Outcome | None:
@@ -224,6 +227,12 @@ class _Worker:
         call, self.call = self.call, None
         log = self.log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARS:] + error
         return Outcome(call, log=log, seconds=time.time() - self.begun, **fields)
+
+    def end(self) -> None:
+        """Let it tidy up, for a moment."""
+        self.pipe.close()
+        self.process.join(_PATIENCE_S)
+        self.kill()
 
     def kill(self) -> None:
         """Its group, compilers that it has started included."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from eval.core.table import Row
+
 if TYPE_CHECKING:
-    from eval.gpu.device import Device
-
-NO_TIME = "no time"
-
-
-class Skip(Exception):
-    """Raised inside an item that cannot run here; the message says why."""
+    from eval.bench.device import Device
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,7 @@ class Record:
         key: the item's.
         values: numbers and texts, ready for JSON.
         checks: what had to hold.
+        rows: of a bench.
         skipped: why it did not run, or None.
         crash: a traceback or how the worker died, or None.
         optional: nothing of ours fails with it (another library's kernel, say).
@@ -43,6 +39,7 @@ class Record:
     key: str
     values: dict[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     skipped: str | None = None
     crash: str | None = None
     optional: bool = False
@@ -90,14 +87,10 @@ class Record:
         return self.check(what, True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {**dataclasses.asdict(self), "status": self.status}
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Record:
-        """The inverse of `to_dict`."""
-        known = {name: value for name, value in fields.items() if name != "status"}
-        return cls(**known | {"checks": [Check(**check) for check in fields["checks"]]})
+        """Ready for JSON; the rows are in the tables of benches."""
+        fields = asdict(self)
+        del fields["rows"]
+        return {**fields, "status": self.status}
 
 
 @dataclass(frozen=True)

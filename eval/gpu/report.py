@@ -1,21 +1,30 @@
-"""Everything that a run found, kept in a JSON file that is replaced as records come."""
+"""Everything that a run found, kept in a JSON file that is replaced as records come, and its tables."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eval.gpu.goals import Goal, goals_of
+from eval.core import table
+from eval.core.results import document, to_json
+from eval.core.table import Cell, Column, Result, Row, fixed
 from eval.gpu.items import Record
+from eval.gpu.sections import SECTIONS
 from eval.gpu.settings import Settings
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 WRITE_EVERY_S = 2.0
+MAX_LISTED = 12
+"""Failures, and skipped items, that are listed; the file has all."""
+MAX_CHARS = 160
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -47,14 +56,6 @@ class Report:
         if time.monotonic() - self._written_s >= WRITE_EVERY_S:
             self.write()
 
-    def goals(self) -> list[Goal]:
-        """The state of the goals; none in a dry run, whose sizes say nothing."""
-        return [] if self.settings.dry_run else goals_of(self.records, self.settings.sections)
-
-    def counts(self, letter: str) -> Counter[str]:
-        """How many records of a section have which status."""
-        return Counter(record.status for record in self.records.get(letter, {}).values())
-
     def failures(self) -> list[tuple[str, Record]]:
         """Section letters and records of what is wrong."""
         return [
@@ -68,42 +69,164 @@ class Report:
     def exit_code(self) -> int:
         """1 if something is wrong, or crashed, or the run was broken off.
 
-        Missed goals and skipped items do not count.
+        Required numbers that are missed and skipped items do not count.
         """
         return 1 if self.failures() or self.crashes or not self.finished else 0
 
+    def results(self) -> list[Result]:
+        """A table for each section that was asked for."""
+        return [_result(letter, self) for letter in self.settings.sections]
+
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {
-            "finished": self.finished,
-            "exit_code": self.exit_code,
-            "settings": self.settings.to_dict(),
-            "environment": self.environment,
-            "goals": [goal.to_dict() for goal in self.goals()],
-            "sections": {
+        return document(
+            self.environment,
+            asdict(self.settings),
+            [result.to_dict() for result in self.results()],
+            finished=self.finished,
+            exit_code=self.exit_code,
+            sections={
                 letter: {
                     "seconds": self.seconds.get(letter),
                     "crash": self.crashes.get(letter),
-                    "counts": dict(self.counts(letter)),
+                    "counts": dict(_counts(self.records.get(letter, {}))),
                     "records": [record.to_dict() for record in self.records.get(letter, {}).values()],
                 }
                 for letter in self.settings.sections
             },
-        }
+        )
 
     def write(self) -> None:
         """Replace the file, at once and as a whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".json.part")
-        draft.write_text(json.dumps(_plain(self.to_dict()), indent=1) + "\n", encoding="utf-8")
+        draft.write_text(to_json(self.to_dict(), indent=1) + "\n", encoding="utf-8")
         os.replace(draft, self.path)
         self._written_s = time.monotonic()
 
+    def show(self, console: Console) -> None:
+        """Print the tables, what was skipped, what failed, and the outcome, what matters most at the end."""
+        results = self.results()
+        for result in results:
+            if result.rows:
+                table.show(console, result)
+        required = [table.summary(results)] if any(r.bounds for x in results for r in x.rows) else []
+        for line in (*self._notable(), *required, self._outcome()):
+            console.print(line, highlight=False, markup=False)
 
-def _plain(value: Any) -> Any:
-    """The same with numbers that JSON does not have as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    def _notable(self) -> Iterator[str]:
+        for letter, crash in self.crashes.items():
+            yield f"section {letter} crashed: {crash.strip().splitlines()[-1]}"
+        skipped: dict[str, list[str]] = {}
+        for letter, records in self.records.items():
+            for record in records.values():
+                if record.status in ("skipped", "unavailable"):
+                    skipped.setdefault(f"{record.status}: {record.reason}", []).append(
+                        f"{letter}:{record.key}"
+                    )
+        for reason, keys in skipped.items():
+            more = f" and {len(keys) - MAX_LISTED} more" if len(keys) > MAX_LISTED else ""
+            yield f"{reason[:MAX_CHARS]}: {', '.join(keys[:MAX_LISTED])}{more}"
+        failures = self.failures()
+        for letter, record in failures[:MAX_LISTED]:
+            yield f"{record.status.upper()} {letter}:{record.key}: {record.reason[:MAX_CHARS]}"
+        if len(failures) > MAX_LISTED:
+            yield f"and {len(failures) - MAX_LISTED} more failures"
+
+    def _outcome(self) -> str:
+        failures = len(self.failures()) + len(self.crashes)
+        counts = sum(map(_counts, self.records.values()), Counter[str]())
+        parts = [
+            f"{failures} FAILED" if failures else "ALL RIGHT" if self.finished else "BROKEN OFF",
+            f"{counts['ok']} of {counts.total()} items ok",
+            f"{counts['skipped']} skipped",
+            f"backend {self.settings.backend}, seed {self.settings.seed}",
+            *(["dry run: no speed here means anything"] if self.settings.dry_run else []),
+        ]
+        return "; ".join(parts)
+
+
+def _counts(records: dict[str, Record]) -> Counter[str]:
+    return Counter(record.status for record in records.values())
+
+
+def _result(letter: str, report: Report) -> Result:
+    records = report.records.get(letter, {})
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(_counts(records).items()))
+    title = f"{SECTIONS[letter].title}: {counts or 'nothing ran'}"
+    columns, rows, notes = _TABLES[letter](records)
+    return Result(_NAMES.get(letter, letter), title, columns, rows, notes, report.seconds.get(letter, 0.0))
+
+
+_Parts = tuple[tuple[Column, ...], list[Row], tuple[str, ...]]
+
+
+def _kernels(records: dict[str, Record]) -> _Parts:
+    """The worst case of each kernel and dtype."""
+    columns = (Column("kernel", "RMS ratio, worst case"), *(Column(dtype, dtype) for dtype in DTYPES))
+    rows = []
+    for kind in dict.fromkeys(key.split("/")[0] for key in records):
+        cells: dict[str, Cell] = {"kernel": kind}
+        for dtype in DTYPES:
+            found = [record for key, record in records.items() if _is_of(key, kind, dtype)]
+            cells[dtype] = _worst(found)
+        rows.append(Row(cells))
+    return columns, rows, ()
+
+
+def _is_of(key: str, kind: str, dtype: str) -> bool:
+    parts = key.split("/")
+    return parts[0] == kind and dtype in parts[1:]
+
+
+def _worst(records: Sequence[Record]) -> str:
+    measured = [record for record in records if "rms_ratio" in record.values]
+    crashed = sum(record.status == "crashed" for record in records)
+    if not measured:
+        return f"{crashed} crashed" if crashed else "-"
+    worst = max(measured, key=lambda record: float(record.values["rms_ratio"]))
+    ratio = float(worst.values["rms_ratio"])
+    case = next(part for part in reversed(worst.key.split("/")) if part not in DTYPES)[:24]
+    return f"{ratio:.1e} {case}" if ratio else f"exact ({len(measured)})"
+
+
+def _parity(records: dict[str, Record]) -> _Parts:
+    columns = (
+        Column("check", "check"),
+        Column("result", "result"),
+        Column("tokens", "tokens"),
+        Column("over_host", "error / host's", fixed(3)),
+    )
+    rows = [
+        Row(
+            {
+                "check": key,
+                "result": record.status,
+                "tokens": record.values.get("tokens"),
+                "over_host": record.values.get("over_host"),
+            }
+        )
+        for key, record in records.items()
+    ]
+    return columns, rows, ()
+
+
+def _attention(records: dict[str, Record]) -> _Parts:
+    from eval.bench.attention_step import KERNEL_COLUMNS, KERNEL_NOTES
+
+    launches = (
+        f"{record.values['launches']} launches per layer: {', '.join(record.values['kernels'])}"
+        for record in records.values()
+        if "launches" in record.values
+    )
+    return KERNEL_COLUMNS, [row for r in records.values() for row in r.rows], (*KERNEL_NOTES, *launches)
+
+
+def _end_to_end(records: dict[str, Record]) -> _Parts:
+    from eval.bench.generate_steps import COLUMNS, NOTES
+
+    return COLUMNS, [row for r in records.values() for row in r.rows], NOTES
+
+
+_TABLES = {"a": _kernels, "b": _parity, "c": _attention, "d": _end_to_end}
+_NAMES = {"c": "kernels", "d": "generate"}

@@ -1,13 +1,15 @@
-"""What one run checks; the same for the supervisor and its workers."""
+"""What one run does, and how its time is shared out; the same for the supervisor and its workers."""
 
 from __future__ import annotations
 
-import dataclasses
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 DEFAULT_BUDGET_S = 480.0
 DRY_RUN_BUDGET_S = 180.0
+RESERVE_S = 8.0
+"""Kept back for stopping workers and for the report."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,33 @@ class Settings:
     sections: tuple[str, ...] = ("a", "b", "c", "d")
     jobs: int = 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Settings:
-        """The inverse of `to_dict`."""
-        return cls(**fields | {"sections": tuple(fields["sections"])})
+class Budget:
+    """A deadline for everything, and a share of what is left for each phase.
+
+    What one phase leaves unused goes to those after it.
+
+    Args:
+        total_s: seconds from now.
+        weights: phase -> weight, in the order they run.
+        clock: seconds since the epoch; workers compare with the same clock.
+    """
+
+    def __init__(
+        self, total_s: float, weights: dict[str, float], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._weights = dict(weights)
+        self._clock = clock
+        self._started = clock()
+        self._total_s = total_s
+
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
+    def deadline(self, phase: str) -> float:
+        """When a phase that begins now has to end. It and the phases after it share what is left."""
+        names = list(self._weights)
+        rest = names[names.index(phase) :]
+        share = self._weights[phase] / sum(self._weights[name] for name in rest)
+        return self._clock() + share * max(0.0, self._total_s - RESERVE_S - self.elapsed_s())

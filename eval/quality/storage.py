@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_paged_cache.host.plain_tensors import plain_tensors
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 
 from eval.zoo import checks, exceptions, inputs, kinds, reads, runs, tiny
@@ -83,10 +85,6 @@ class Report:
         plain = self.verdicts.get(CASES[0].name)
         return plain.reason if plain is not None and plain.status == checks.REFUSED else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON writes it."""
-        return asdict(self)
-
 
 def examine(entry: Entry, options: Options) -> Report:
     """Build a tiny model of a type, and try everything."""
@@ -105,6 +103,15 @@ def examine(entry: Entry, options: Options) -> Report:
     return report
 
 
+def examine_alone(entry: Entry, options: Options) -> Report:
+    """The same in a process that does nothing else: quietly and with one thread."""
+    warnings.simplefilter("ignore")
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)  # tiny models gain nothing from more, and processes share the cores
+    return examine(entry, options)
+
+
 def _try_all(model: Any, entry: Entry, options: Options, report: Report) -> None:
     def paged(model: Any, kv_cache_dtype: KVCacheDtype = "auto") -> Any:
         cache = PagedCache(model, block_size=options.block_size, kv_cache_dtype=kv_cache_dtype)
@@ -115,7 +122,7 @@ def _try_all(model: Any, entry: Entry, options: Options, report: Report) -> None
     report.reach = _reach(model, entry, references[0])
     for reference in references:
         with reads.watch() as seen:
-            report.verdicts[reference.case.name] = reference.judge_paged(paged)
+            report.verdicts[reference.case.name] = reference.judge(paged)
         if reference.case is CASES[0]:
             report.reads = seen.how
     if report.refusal is None:

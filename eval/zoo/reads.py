@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import hf_paged_cache.attention.paged_attention
+import hf_paged_cache.attention.attention_call
 from hf_paged_cache.kernels import dispatch
 
 BLOCKS = "blocks"
@@ -44,21 +44,21 @@ def watch() -> Iterator[Reads]:
     once, at its first step, and a kernel may gather on its way.
     """
     reads = Reads()
+
+    def noted(function: Callable[..., Any], how: str) -> Callable[..., Any]:
+        def call(blocks: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(blocks, *args, **kwargs)
+            reads.note(blocks, how)
+            return result
+
+        return call
+
     places = (
         (dispatch, "decode", BLOCKS),
-        (hf_paged_cache.attention.paged_attention, "attend_with_history", BLOCKS),
+        (hf_paged_cache.attention.attention_call, "attend_with_history", BLOCKS),
         (dispatch, "gather", DENSE),
     )
     with ExitStack() as stack:
         for module, name, how in places:
-            stack.enter_context(mock.patch.object(module, name, _noted(getattr(module, name), how, reads)))
+            stack.enter_context(mock.patch.object(module, name, noted(getattr(module, name), how)))
         yield reads
-
-
-def _noted(function: Callable[..., Any], how: str, reads: Reads) -> Callable[..., Any]:
-    def call(blocks: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(blocks, *args, **kwargs)
-        reads.note(blocks, how)
-        return result
-
-    return call

@@ -1,13 +1,20 @@
-"""The page for users: a Markdown table of all types."""
+"""All types in tables: on the screen, and on a page for users."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from eval.zoo import compare, groups, kinds
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eval.core.table import markdown
+from eval.zoo import groups, kinds, runs
 from eval.zoo.checks import CASES
 from eval.zoo.examine import Options, Report
+
+_COLOURS = {groups.WRONG: "red", groups.REFUSED: "yellow", groups.UNKNOWN: "dim"}
 
 _CASES = {
     "plain": "a batch without padding",
@@ -23,10 +30,11 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
     Args:
         reports: what was found out.
         options: how.
-        environment: as `eval.core.device` describes it.
+        environment: as it was described when they were made.
     """
     versions = environment["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch", "hf-paged-cache"))
+    cases = "; ".join(f"*{case.name}*, {_CASES[case.name]}" for case in CASES)
     attention = options.attention or "the attention that transformers chooses"
     parts = [
         "# Which models PagedCache serves",
@@ -34,7 +42,7 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
         f"Written by `python -m eval.zoo` with {packages}, blocks of {options.block_size} tokens, "
         f"{attention}, on a CPU. Every generative class that transformers registers is built tiny, with "
         "random weights, and generates with the default cache and with PagedCache: "
-        f"{_listed()}. *equal* means the same tokens and logits in float32 (within {compare.TOLERANCE:g} of "
+        f"{cases}. *equal* means the same tokens and logits in float32 (within {runs.TOLERANCE:g} of "
         "their standard deviation; where two logits lie closer than that, tokens may part). A format is "
         "listed where a prompt of more than two blocks and some steps run in it; what it loses depends on "
         "trained weights, and is not seen here.",
@@ -47,29 +55,26 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
     return "\n\n".join(parts) + "\n"
 
 
-def _listed() -> str:
-    return "; ".join(f"*{case.name}*, {_CASES[case.name]}" for case in CASES)
-
-
 def _table(group: str, members: list[Report]) -> str:
+    rows = [[f"`{report.name}`", f"`{report.class_name}`", *_cells(report)] for report in members]
     if group in (groups.REFUSED, groups.UNKNOWN):
-        head = ["type", "class", "why"]
-        rows = [[_code(r.name), _code(r.class_name), groups.checks_in_words(r)] for r in members]
-    else:
-        head = ["type", "class", "layers", "formats", "checks"]
-        rows = [
-            [
-                _code(report.name),
-                _code(report.class_name),
-                ", ".join(report.kinds),
-                groups.formats_in_words(report),
-                groups.checks_in_words(report),
-            ]
-            for report in members
-        ]
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown(["type", "class", "why"], [[row[0], row[1], row[-1]] for row in rows])
+    return markdown(["type", "class", "layers", "formats", "checks"], rows)
 
 
-def _code(text: str) -> str:
-    return f"`{text}`"
+def _cells(report: Report) -> list[str]:
+    return [", ".join(report.kinds), groups.formats_in_words(report), groups.checks_in_words(report)]
+
+
+def show(console: Console, reports: Sequence[Report]) -> None:
+    """Print one table, group by group."""
+    table = Table(title="model types and PagedCache", title_justify="left", title_style="bold")
+    for heading in ("type", "K and V", "layers", "formats", "checks"):
+        table.add_column(heading, overflow="fold")
+    for group, members in groups.grouped(reports).items():
+        for report in members:
+            cells = (report.name, group, *_cells(report))
+            table.add_row(*(escape(cell) for cell in cells), style=_COLOURS.get(group))
+        table.add_section()
+    console.print(table)
+    console.print(groups.headline(reports), highlight=False)

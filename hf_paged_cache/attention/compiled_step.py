@@ -1,86 +1,84 @@
 """What a layer does in a decode step that `torch.compile` traces.
 
-No views here: tensors without storage cannot be traced. `update` returns dense K and V, as any attention
-could want them, and remembers beside them where they came from. The attention of this package finds that,
-reads the blocks, and leaves the dense tensors unused, so that the compiler drops what would have made them.
+No views here: tensors without storage cannot be traced. `update_static` returns dense K and V, as any
+attention could want them, and remembers beside them where they came from. The attention of this package finds
+that, reads the blocks, and leaves the dense tensors unused, so that the compiler drops what would have made
+them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from hf_paged_cache.errors import CacheMismatchError
 from hf_paged_cache.kernels.autocast import as_attended
-from hf_paged_cache.kernels.call import StaticBlocks
-from hf_paged_cache.store.static_group import Reader
+from hf_paged_cache.store.static_group import StaticGroup
+
+if TYPE_CHECKING:
+    from hf_paged_cache.kernels.call import StaticBlocks
+    from hf_paged_cache.store.layer_group import LayerGroup
+
+    from .attention_call import AttentionCall
 
 
 @dataclass(slots=True, eq=False)
 class _Updated:
-    """The layer that was updated last: its dense K and V, and the blocks behind them."""
+    """The layer that was updated last: its dense K and V, and the group that holds the blocks behind them."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    blocks: StaticBlocks
-    window: int | None
-    is_vetted: bool
-    reader: Reader | None
+    group: StaticGroup
+    layer_idx: int
 
 
 _last: list[_Updated] = []
 
 
-def update(
-    blocks: StaticBlocks,
-    window: int | None,
+def update_static(
+    group: LayerGroup | None,
+    layer_idx: int,
     key_states: torch.Tensor,
     value_states: torch.Tensor,
     *,
-    remember: bool,
-    is_vetted: bool,
-    reader: Reader | None,
+    is_interrupted: bool,
+    is_attended: bool,
     wants_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V; return all slots of all rows.
 
     Args:
-        blocks: The layer's.
-        window: Tokens a query sees, or None for all.
+        group: The layer's, None if there are no rows.
+        layer_idx: Index of the layer.
         key_states: `[batch, kv_heads, new tokens, head_dim]`.
         value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
-        remember: Whether attention of this package follows. What is never asked for would leave the step as
-            one more result of it.
-        is_vetted: Whether the kernel was seen to compute what the model's eager function does.
-        reader: The module whose attention has read what is stored; None if none has.
+        is_interrupted: Whether an earlier forward has left some layers behind.
+        is_attended: Whether attention of this package follows. What is never asked for would leave the step
+            as one more result of it.
         wants_gradients: Whether stored tokens wanted a gradient when they came.
 
     Returns:
         K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
 
     Raises:
-        CacheMismatchError: Shape or dtype do not fit what the cache holds, or a gradient is wanted.
+        CacheMismatchError: There are no rows, some layers were left behind, shape or dtype do not fit what
+            the cache holds, or a gradient is wanted.
     """
-    ops = torch.ops.hf_paged_cache
-    rows, (_, _, heads, _, head_dim), v_head_dim = (
-        blocks.table.shape[0],
-        blocks.keys.shape,
-        blocks.values.shape[4],
-    )
-    if (
-        key_states.shape != (rows, heads, key_states.shape[2], head_dim)
-        or value_states.shape != (rows, heads, key_states.shape[2], v_head_dim)
-        or key_states.dtype != blocks.keys.dtype
-        or value_states.dtype != blocks.keys.dtype
-    ):
+    if not isinstance(group, StaticGroup) or layer_idx not in group.static_blocks:
         refuse(
-            f"the cache holds {rows} rows with {heads} kv heads, head_dim {head_dim} (K) and {v_head_dim} "
-            f"(V) in {blocks.keys.dtype}; got K {tuple(key_states.shape)} {key_states.dtype} and V "
-            f"{tuple(value_states.shape)} {value_states.dtype}. `cache.reset()` for a new batch, or a new "
-            "PagedCache for another model"
+            "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
+            "call the model itself for it (`generate` does, unless `prefill_chunk_size` is given)"
         )
+        raise AssertionError("refuse has raised")
+    if is_interrupted:
+        refuse(
+            "a forward was interrupted and left some layers behind; call the model itself once, which "
+            "takes it back, or `cache.reset()`"
+        )
+    blocks = group.static_blocks[layer_idx]
+    _check(blocks, key_states, value_states)
     wants_gradients = wants_gradients or key_states.requires_grad or value_states.requires_grad
     if wants_gradients and torch.is_grad_enabled():
         refuse(
@@ -89,28 +87,19 @@ def update(
         )
     if blocks.advances:
         blocks.lengths.add_(key_states.shape[2])
-    ops.write(
-        blocks.keys, blocks.values, blocks.layer, blocks.table, blocks.lengths, key_states, value_states
-    )
-    keys, values = ops.gather(blocks.keys, blocks.values, blocks.layer, blocks.table, blocks.lengths)
+    ops = torch.ops.hf_paged_cache
+    where = (blocks.keys, blocks.values, blocks.layer, blocks.table, blocks.lengths)
+    ops.write(*where, key_states, value_states)
+    keys, values = ops.gather(*where)
     values = _or_nan_where_full(values, blocks)
-    if remember:
+    if is_attended:
         _last.clear()
-        _last.append(_Updated(keys, values, blocks, window, is_vetted, reader))
+        _last.append(_Updated(keys, values, group, layer_idx))
     return keys, values
 
 
-def attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
-    *,
-    is_eager: bool,
-) -> torch.Tensor | None:
-    """Attention over the blocks behind `key` and `value`, `[batch, q_tokens, q_heads, v_head_dim]`.
+def attend(call: AttentionCall) -> torch.Tensor | None:
+    """Attention over the blocks behind a call's K and V, `[batch, q_tokens, q_heads, v_head_dim]`.
 
     None where there are none, where the kernel cannot answer, or where it would stand in for an eager
     function that was not vetted; then the dense tensors are right.
@@ -119,35 +108,54 @@ def attend(
         return None
     updated = _last[0]
     _last.clear()
-    if updated.keys is not key or updated.values is not value:
+    if updated.keys is not call.key or updated.values is not call.value:
         return None
-    if updated.reader is not None and updated.reader.module() is not module:
+    group, layer_idx, mask = updated.group, updated.layer_idx, call.mask
+    reader = group.readers.get(layer_idx)
+    if reader is not None and reader.module() is not call.module:
         refuse(
             "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
             "model itself once, which looks at its weights"
         )
-    blocks = updated.blocks
-    if is_eager and not updated.is_vetted:
+    blocks = group.static_blocks[layer_idx]
+    if call.is_eager and layer_idx not in group.vetted:
         return None
-    query = as_attended(query)
-    if query.dtype != blocks.keys.dtype or not _is_servable(mask, blocks, kwargs):
+    if call.kwargs.get("position_bias") is not None or call.kwargs.get("dropout"):
         return None
-    scale, q_tokens = kwargs.get("scaling"), query.shape[2]
+    if not call.suits_kernels(blocks.keys.dtype, blocks.capacity_tokens):
+        return None
+    has_more = call.query.shape[2] > 1
     out: torch.Tensor = torch.ops.hf_paged_cache.attend(
-        query,
+        as_attended(call.query),
         blocks.keys,
         blocks.values,
         blocks.layer,
         blocks.table,
         blocks.lengths,
-        query.shape[3] ** -0.5 if scale is None else scale,
+        call.scale,
         mask,
-        mask is None and q_tokens > 1,
-        updated.window if mask is None or q_tokens == 1 else None,  # a mask says it for each query
-        kwargs.get("softcap") if is_eager else None,  # the host's sdpa knows neither
-        kwargs.get("s_aux") if is_eager else None,
+        mask is None and has_more,
+        group.window if mask is None or not has_more else None,  # a mask says it for each query
+        call.softcap,
+        call.sinks,
     )
     return _or_nan_where_full(out, blocks)
+
+
+def _check(blocks: StaticBlocks, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Refuse K and V of other shapes or dtypes than the blocks hold."""
+    rows, heads, new_tokens = blocks.table.shape[0], blocks.keys.shape[2], key_states.shape[2]
+    fits = [
+        states.shape == (rows, heads, new_tokens, held.shape[4]) and states.dtype == held.dtype
+        for states, held in ((key_states, blocks.keys), (value_states, blocks.values))
+    ]
+    if not all(fits):
+        refuse(
+            f"the cache holds {rows} rows with {heads} kv heads, head_dim {blocks.keys.shape[4]} (K) and "
+            f"{blocks.values.shape[4]} (V) in {blocks.keys.dtype}; got K {tuple(key_states.shape)} "
+            f"{key_states.dtype} and V {tuple(value_states.shape)} {value_states.dtype}. `cache.reset()` for "
+            "a new batch, or a new PagedCache for another model"
+        )
 
 
 def _or_nan_where_full(x: torch.Tensor, blocks: StaticBlocks) -> torch.Tensor:
@@ -163,9 +171,3 @@ def _or_nan_where_full(x: torch.Tensor, blocks: StaticBlocks) -> torch.Tensor:
 def refuse(message: str) -> NoReturn:
     """Raise CacheMismatchError when the step that is being compiled runs."""
     raise CacheMismatchError(message)
-
-
-def _is_servable(mask: torch.Tensor | None, blocks: StaticBlocks, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("position_bias") is not None or kwargs.get("dropout"):
-        return False
-    return mask is None or (mask.dim() == 4 and mask.shape[3] == blocks.capacity_tokens)

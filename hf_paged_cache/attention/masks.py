@@ -16,7 +16,7 @@ import torch
 
 from hf_paged_cache.errors import CacheMismatchError
 from hf_paged_cache.host import architectures, compat
-from hf_paged_cache.host.lazy_tensor import LazyTensor, make_wrapper
+from hf_paged_cache.host.lazy_tensor import LazyTensor
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -60,23 +60,7 @@ class LazyMask(LazyTensor):
 
     padding: torch.Tensor | None
     _make: Callable[[], torch.Tensor]
-    _dense: torch.Tensor | None
-
-    @staticmethod
-    def __new__(
-        cls,
-        make: Callable[[], torch.Tensor],
-        padding: torch.Tensor | None,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> LazyMask:
-        """A mask of `shape`, without storage."""
-        mask: LazyMask = make_wrapper(cls, shape, dtype, device)
-        mask._make = make
-        mask._dense = None
-        mask.padding = padding
-        return mask
+    _dense: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
         """The host's own mask, made once."""
@@ -98,44 +82,35 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
 
     def paged_mask(*args: Any, **kwargs: Any) -> Any:
         host = compat.mask_function(implementation)
-        length = kwargs.get("kv_length")
+        length, mask = kwargs.get("kv_length"), kwargs.get("attention_mask")
         if not isinstance(length, PagedLength):
             return host(*args, **kwargs)
         if isinstance(length, StaticLength):
-            mask = kwargs.get("attention_mask")
             if mask is not None and mask.dim() == 2:
                 # A compiled step cannot ask for room, but the mask tells how many tokens there will be.
                 length.check_room(mask.shape[1])
             return host(*args, **kwargs | {"kv_length": int(length)})
-        tokens = kwargs["kv_length"] + kwargs.get("kv_offset", 0)
         new = kwargs["q_length"]
-        check_length(kwargs.get("attention_mask"), tokens - new, new, kwargs.get("config"))
-        shape = _causal_shape(kwargs)
-        if shape is None:
-            _note(length, kwargs.get("attention_mask"))
-            padding = kwargs.get("attention_mask")
-            if padding is not None and kwargs["q_length"] == 1 and not padding.is_cpu:
+        check_length(mask, length + kwargs.get("kv_offset", 0) - new, new, kwargs.get("config"))
+        is_causal, padding = _is_causal(length, mask, kwargs), mask
+        if is_causal and padding is not None and (padding.is_cpu or new == length) and bool(padding.all()):
+            padding = None  # on a GPU the question would make the host wait, so only a prompt asks it
+        if length.note is not None and (padding is None or padding.dim() == 2):
+            length.note(padding)
+        if not is_causal:
+            if mask is not None and new == 1 and not mask.is_cpu:
                 # To find out whether it can leave the mask out, the host function would wait for the device.
                 kwargs["allow_is_causal_skip"] = False
             return host(*args, **kwargs)
-        batch, q_tokens, kv_tokens, padding = shape
-        if padding is not None and (padding.is_cpu or q_tokens == kv_tokens) and bool(padding.all()):
-            padding = None  # on a GPU the question would make the host wait, so only a prompt asks it
-        _note(length, padding)
-        if implementation == "sdpa" and padding is None and (q_tokens == 1 or q_tokens == kv_tokens):
+        if implementation == "sdpa" and padding is None and new in (1, length):
             return None  # what the host returns here
         dtype = torch.bool if implementation == "sdpa" else kwargs.get("dtype", torch.float32)
         device = torch.device(kwargs.get("device", "cpu"))
-        return LazyMask(
-            lambda: host(*args, **kwargs), padding, (batch, 1, q_tokens, kv_tokens), dtype, device
-        )
+        lazy = LazyMask.of_shape((kwargs["batch_size"], 1, new, int(length)), dtype, device)
+        lazy._make, lazy.padding = lambda: host(*args, **kwargs), padding
+        return lazy
 
     return paged_mask
-
-
-def _note(length: PagedLength, padding: torch.Tensor | None) -> None:
-    if length.note is not None and (padding is None or padding.dim() == 2):
-        length.note(padding)
 
 
 def check_length(mask: torch.Tensor | None, held: int, new: int, config: object) -> None:
@@ -170,22 +145,17 @@ def _warn_once() -> None:
     )
 
 
-def _causal_shape(kwargs: dict[str, Any]) -> tuple[int, int, int, torch.Tensor | None] | None:
-    """(batch, q tokens, kv tokens, padding) if the mask is causal over all tokens, else None."""
-    if torch.compiler.is_compiling() or kwargs.get("use_vmap") or kwargs.get("local_size") is not None:
-        return None
-    if not kwargs.get("allow_is_causal_skip", False) or not compat.is_plain_causal(
-        kwargs.get("mask_function")
-    ):
-        return None
-    q_tokens, kv_tokens, q_offset = kwargs["q_length"], kwargs["kv_length"], kwargs.get("q_offset", 0)
-    if (
-        isinstance(q_offset, torch.Tensor)
-        or kwargs.get("kv_offset", 0) != 0
-        or q_offset + q_tokens != kv_tokens
-    ):
-        return None
-    padding = kwargs.get("attention_mask")
-    if padding is not None and (padding.dim() != 2 or padding.shape[1] != kv_tokens):
-        return None
-    return kwargs["batch_size"], q_tokens, int(kv_tokens), padding
+def _is_causal(length: PagedLength, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Whether a mask is causal over all tokens seen, but for padding."""
+    q_offset = kwargs.get("q_offset", 0)
+    return (
+        not torch.compiler.is_compiling()
+        and not kwargs.get("use_vmap")
+        and kwargs.get("local_size") is None
+        and bool(kwargs.get("allow_is_causal_skip", False))
+        and compat.is_plain_causal(kwargs.get("mask_function"))
+        and not isinstance(q_offset, torch.Tensor)
+        and kwargs.get("kv_offset", 0) == 0
+        and q_offset + kwargs["q_length"] == length
+        and (mask is None or (mask.dim() == 2 and mask.shape[1] == length))
+    )

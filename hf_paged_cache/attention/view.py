@@ -6,78 +6,64 @@ attention function, a hook, user code) gets the dense tensor.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_paged_cache.errors import PagedCacheError, StaleViewError
-from hf_paged_cache.host.lazy_tensor import LazyTensor, make_wrapper
+from hf_paged_cache.host.lazy_tensor import LazyTensor
 from hf_paged_cache.kernels import dispatch
 
 if TYPE_CHECKING:
     from hf_paged_cache.forward.state import CacheState
     from hf_paged_cache.kernels.call import LayerBlocks
+    from hf_paged_cache.store.layer_group import LayerGroup
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class StoredKV:
     """K and V of one layer over stored tokens `[start, end)`, and what of them this forward brought.
 
     Attributes:
         blocks: Where the layer's K and V lie.
         state: The cache that they belong to.
-        group: Whose tables put them in order.
-        layer_idx: Index of the layer, for messages.
+        layer_idx: Index of the layer.
         start: First token of the view.
         end: One past the last token.
-        fresh_keys: `[batch, kv_heads, new tokens, head_dim]` as the model gave them, the last tokens of the
-            view; None for a view that was not returned by `update`.
-        fresh_values: The same for V.
+        fresh: K and V `[batch, kv_heads, new tokens, head_dim]` as the model gave them, the last tokens of
+            the view; None for a view that was not returned by `update`.
+        group: Whose tables put the blocks in order.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_dense",
-        "_version",
-        "blocks",
-        "end",
-        "fresh_keys",
-        "fresh_values",
-        "group",
-        "layer_idx",
-        "start",
-        "state",
-    )
+    state: CacheState
+    blocks: LayerBlocks
+    layer_idx: int
+    start: int
+    end: int
+    fresh: tuple[torch.Tensor, torch.Tensor] | None = None
+    group: LayerGroup = field(init=False)
+    _version: int = field(init=False)
+    _dense: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        state: CacheState,
-        blocks: LayerBlocks,
-        layer_idx: int,
-        start: int,
-        end: int,
-        fresh_keys: torch.Tensor | None = None,
-        fresh_values: torch.Tensor | None = None,
-    ) -> None:
-        self.state = state
-        self.group = group = state.group_of(layer_idx)
-        self.blocks = blocks
-        self.layer_idx = layer_idx
-        self.start = start
-        self.end = end
-        self.fresh_keys = fresh_keys
-        self.fresh_values = fresh_values
-        self._version = group.manager.version
-        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+    def __post_init__(self) -> None:
+        self.group = self.state.layer_groups.of(self.layer_idx)
+        self._version = self.group.manager.version
 
     @property
     def history_end(self) -> int:
         """One past the last token that earlier forwards stored."""
-        return self.end if self.fresh_keys is None else self.end - self.fresh_keys.shape[2]
+        return self.end if self.fresh is None else self.end - self.fresh[0].shape[2]
 
     @property
     def has_history(self) -> bool:
         """Whether the view goes further back than this forward."""
         return self.history_end > self.start
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether some token of a window is not stored."""
+        return self.group.window is not None and self.group.has_gap(self.start)
 
     @property
     def is_current(self) -> bool:
@@ -88,7 +74,7 @@ class StoredKV:
         return self._version == self.group.manager.version
 
     def check_current(self) -> None:
-        """Raise if the blocks behind the view have changed since it was made."""
+        """Raise StaleViewError if the blocks behind the view have changed since it was made."""
         if not self.is_current:
             raise StaleViewError(
                 f"this view of the K/V of layer {self.layer_idx} was made before the cache was cropped, "
@@ -103,27 +89,27 @@ class StoredKV:
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K `[batch, kv_heads, tokens, head_dim]` and V as ordinary tensors, built once per view."""
         if self._dense is None:
-            if not self.has_history and self.fresh_keys is not None and self.fresh_values is not None:
-                return self.fresh_keys, self.fresh_values
+            if not self.has_history and self.fresh is not None:
+                return self.fresh
             self.check_current()
             keys, values = dispatch.gather(self.blocks, self.start, self.history_end)
-            if self.fresh_keys is not None and self.fresh_values is not None:
-                # What a window layer will not need again was never stored, so the new tokens are taken from
-                # here.
-                keys = torch.cat((keys, self.fresh_keys), dim=2)
-                values = torch.cat((values, self.fresh_values), dim=2)
+            if self.fresh is not None:
+                # What a window layer will not need again was never stored: the new tokens come from here.
+                keys, values = (torch.cat(sides, 2) for sides in zip((keys, values), self.fresh, strict=True))
             self._dense = keys, values
         return self._dense
 
     def views(self) -> tuple[PagedView, PagedView]:
         """The lazy K and V that stand for this."""
-        keys = self.blocks.keys
-        _, heads, _, head_dim = keys.shape
-        batch, tokens, dtype, device = self.state.batch, self.end - self.start, keys.dtype, keys.device
-        return (
-            PagedView(self, 0, (batch, heads, tokens, head_dim), dtype, device),
-            PagedView(self, 1, (batch, heads, tokens, self.blocks.values.shape[3]), dtype, device),
-        )
+        return self._view(0), self._view(1)
+
+    def _view(self, side: int) -> PagedView:
+        blocks = self.blocks
+        _, heads, _, channels = (blocks.values if side else blocks.keys).shape
+        shape = (self.state.rows.batch, heads, self.end - self.start, channels)
+        view = PagedView.of_shape(shape, blocks.keys.dtype, blocks.keys.device)
+        view.stored, view.side = self, side
+        return view
 
     def in_graph(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of this, as part of a graph whose gradients they pass on, or refuse.
@@ -131,7 +117,7 @@ class StoredKV:
         A gradient that arrives at tokens which earlier forwards stored ends there. That is right for tokens
         that were constants when they came, and would be a wrong answer for the others.
         """
-        first = self.state.gradients_from
+        first = self.state.rows.gradients_from
         if first is None or first >= self.history_end:
             return keys, values
         wanted = slice(max(first - self.start, 0), self.history_end - self.start)
@@ -173,16 +159,6 @@ class PagedView(LazyTensor):
 
     stored: StoredKV
     side: int
-
-    @staticmethod
-    def __new__(
-        cls, stored: StoredKV, side: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> PagedView:
-        """A view of `shape`, without storage."""
-        view: PagedView = make_wrapper(cls, shape, dtype, device)
-        view.stored = stored
-        view.side = side
-        return view
 
     def dense(self) -> torch.Tensor:
         """The ordinary tensor `[batch, kv_heads, tokens, head_dim]`."""

@@ -1,15 +1,12 @@
-"""Which block belongs to whom. Plain ints: this package imports without torch."""
+"""Owners of blocks. Plain ints: this package imports without torch."""
 
 from __future__ import annotations
 
-from .block import NULL_BLOCK, BlockState
-from .dense import DenseBlocks, Moves, slots_per_row
-from .free_queue import FreeQueue
-from .manager import BlockManager
-from .overview import KINDS, BlockCounters, BlockRun
-from .pool import BlockPool
-from .reservation import Reservation
-from .table import BlockTable
+from .block import KINDS, NULL_BLOCK, BlockCounters, BlockRun, BlockState
+from .block_manager import BlockManager, Reservation
+from .block_pool import BlockPool
+from .block_table import BlockTable
+from .dense_blocks import DenseBlocks, Moves, slots_per_row
 
 __all__ = [
     "KINDS",
@@ -21,7 +18,6 @@ __all__ = [
     "BlockState",
     "BlockTable",
     "DenseBlocks",
-    "FreeQueue",
     "Moves",
     "Reservation",
     "slots_per_row",

@@ -50,7 +50,7 @@ def copy_into(paged: Any, other: Cache) -> None:
             f"layer {last} of the other cache holds {lengths[last]} tokens per row, and others hold "
             f"{max(lengths.values())}: the forward that filled it did not reach that layer"
         )
-    padding = other._state.padding if hasattr(other, "_state") else NO_PADDING
+    padding = other._state.rows.padding if hasattr(other, "_state") else NO_PADDING
     if padding.unstored:
         length = max(lengths.values())
         paged._state.note_mask(0, length, padding.mask(length))
@@ -63,14 +63,14 @@ def copy_into(paged: Any, other: Cache) -> None:
                 paged.update(*(side.detach() for side in states), index)
         for index, (mine, layer) in enumerate(_pairs(paged, other)):
             if found[index] is not None and isinstance(mine, PagedWindowLayer):
-                manager = paged._state.group_of(index).manager
+                manager = paged._state.layer_groups.of(index).manager
                 manager.first_held = max(manager.first_held, mine.get_seq_length() - layer.keys.shape[2])
     if wants_gradients:
-        paged._state.gradients_from = 0
+        paged._state.rows.gradients_from = 0
     if hasattr(other, "_state"):  # another paged cache
-        paged._state.padding = padding
-        paged._state.history = other._state.history.copy()
-        paged._state.owner = other._state.owner
+        paged._state.rows.padding = padding
+        paged._state.rows.ids = other._state.rows.ids.copy()
+        paged._state.rows.owner = other._state.rows.owner
     for mine, layer in _pairs(paged, other):
         host = mine if not isinstance(mine, PagedLayer) else getattr(mine, "host_part", None)
         source = getattr(layer, "host_part", layer)

@@ -16,7 +16,7 @@ from hf_paged_cache.host import architectures
 
 from . import convert
 from .arguments import as_count
-from .state_dict import as_state_dict, contents_of, load_contents
+from .state_dict import as_state_dict, load
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -112,16 +112,14 @@ class CacheTools:
             PagedCacheError: They are of another model, of other settings, or damaged.
             PoolExhausted: They do not fit into the pool.
         """
-        state = self._movable("load_state_dict")
-        contents = contents_of(state, self._hosts, state_dict)
-        load_contents(state, self._hosts, self.layers, contents)
+        load(self._movable("load_state_dict"), self._hosts, self.layers, state_dict)
 
     # --- the text in the cache ------------------------------------------------------------------------------
 
     @property
     def input_ids(self) -> torch.Tensor:
         """Ids `[rows, tokens]` of the cached tokens, as far as they are known (from the first one on)."""
-        return self._settled("input_ids").history.ids
+        return self._settled("input_ids").rows.ids.known
 
     def commit(self, input_ids: torch.Tensor) -> None:
         """Tell the ids of the cached tokens, where forwards did not show them.
@@ -137,7 +135,7 @@ class CacheTools:
             PagedCacheError: There are too few, or forwards have shown others.
         """
         state = self._with_text("commit")
-        state.history.commit(self._checked(input_ids), state.step_end)
+        state.rows.ids.commit(self._checked(input_ids), state.rows.end)
 
     def truncate_to(self, input_ids: torch.Tensor) -> int:
         """Keep the longest beginning that the cached text shares with `input_ids`; forget the rest.
@@ -159,16 +157,16 @@ class CacheTools:
         input_ids = self._checked(input_ids)
         if not input_ids.shape[1]:
             raise PagedCacheError("truncate_to: input_ids has no tokens; `cache.reset()` forgets everything")
-        if state.step_end and not state.history.count:
+        if state.rows.end and not state.rows.ids.count:
             raise PagedCacheError(
                 "truncate_to: the ids of the cached tokens are not known; call `cache.commit(input_ids)` "
                 "after the forwards that fed them, or `cache.reset()`"
             )
-        kept = min(state.history.shared_prefix(input_ids), input_ids.shape[1] - 1)
+        kept = min(state.rows.ids.shared_prefix(input_ids), input_ids.shape[1] - 1)
         self._crop_to(kept)
         return kept
 
-    def drop(self, start: int, end: int) -> None:
+    def prune(self, start: int, end: int) -> None:
         """Delete the tokens `start … end - 1` of every row from the history.
 
         At the end of the history this is a crop. Further inside, the tokens behind move up; that is only
@@ -179,22 +177,22 @@ class CacheTools:
             PoolExhausted: Others share the blocks, and there are too few to write the tokens behind anew.
                 Nothing has changed. (An interrupt while they are written leaves the tokens before `start`.)
         """
-        state = self._settled("drop")
-        start, end = as_count("drop", "start", start), as_count("drop", "end", end)
-        length = state.step_end
+        state = self._settled("prune")
+        start, end = as_count("prune", "start", start), as_count("prune", "end", end)
+        length = state.rows.end
         if not 0 <= start <= end <= length:
             raise PagedCacheError(
-                f"drop({start}, {end}): expected 0 <= start <= end <= {length}, the tokens that are cached"
+                f"prune({start}, {end}): expected 0 <= start <= end <= {length}, the tokens that are cached"
             )
         if start == end:
             return
-        reason = None if end == length else self._why_not_drop()
+        reason = None if end == length else self._why_not_prune()
         if reason is not None:
             raise PagedCacheError(
-                f"drop({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
+                f"prune({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
                 "everything from there on; feed what comes after again"
             )
-        ids, padding, wanted = state.history.ids, state.padding, state.gradients_from
+        ids, padding, wanted = state.rows.ids.known, state.rows.padding, state.rows.gradients_from
         behind = [
             (index, *(side[:, :, end:].detach().clone() for side in (layer.keys, layer.values)))
             for index, layer in enumerate(self.layers)
@@ -205,11 +203,11 @@ class CacheTools:
             return
 
         def make() -> None:
-            state.replace_tail(start, behind, padding.drop(start, end))
+            state.replace_tail(start, behind, padding.prune(start, end))
             if wanted is not None:
-                state.gradients_from = min(wanted, max(start, wanted - (end - start)))
+                state.rows.gradients_from = min(wanted, max(start, wanted - (end - start)))
             if ids.shape[1] == length:
-                state.history.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.step_end)
+                state.rows.ids.commit(torch.cat((ids[:, :start], ids[:, end:]), 1), state.rows.end)
 
         state.change(make)
 
@@ -224,15 +222,14 @@ class CacheTools:
         state = self._state
         state.take(None)
         state.pull()
-        self._hosts.settle()
-        if state.is_open and state.is_next_in_any_layer():
+        if state.is_open and state.rows.is_next_in_any_layer():
             raise PagedCacheError(f"{method}: a forward is in progress; call it when the model has returned")
         return state
 
     def _with_text(self, method: str) -> CacheState:
         """The state, where blocks say how many tokens are cached."""
         state = self._settled(method)
-        if not state.tokens:
+        if not state.rows.tokens:
             raise PagedCacheError(
                 f"{method}: no layer of this model keeps its tokens in blocks, so the cache does not know "
                 "its text; `cache.reset()` and feed the whole text"
@@ -242,7 +239,7 @@ class CacheTools:
     def _movable(self, method: str) -> CacheState:
         """The state, where blocks are not tied to rows."""
         state = self._settled(method)
-        if state.is_static or state.can_be_static:
+        if state.is_static or state.traits.can_be_static:
             raise PagedCacheError(
                 f"{method}: with compile=True every row owns its blocks; use `copy.deepcopy(cache)`, or make "
                 "the cache without compile=True"
@@ -251,7 +248,7 @@ class CacheTools:
 
     def _crop_to(self, tokens: int) -> None:
         """Keep so many tokens per row."""
-        count = self._state.step_end - tokens
+        count = self._state.rows.end - tokens
         if count:
             self.crop(-count)
 
@@ -266,11 +263,11 @@ class CacheTools:
             raise PagedCacheError(f"input_ids must be an integer tensor [rows, tokens], got {got}")
         return input_ids
 
-    def _why_not_drop(self) -> str | None:
+    def _why_not_prune(self) -> str | None:
         """Why tokens inside the history cannot be deleted; None if they can."""
         state = self._state
         if self._hosts or any(group.window is not None for group in state.groups):
             return "layers with a window or a recurrent state do not hold all of the history"
-        if any(group.dense is not None or any(group.formats.values()) for group in state.groups):
+        if any(any(group.formats.values()) for group in state.groups):
             return "moving the tokens behind would encode them a second time"
         return architectures.why_keys_have_positions(self._config)

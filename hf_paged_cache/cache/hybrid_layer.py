@@ -80,7 +80,7 @@ class _Linear(_Compound):
     @record_past.setter
     def record_past(self, value: bool) -> None:
         self.host_part.record_past = value
-        self._state.record_past = value
+        self._state.rows.record_past = value
 
     def activate_past_recording(self) -> None:
         """Keep what a crop would need."""

@@ -14,7 +14,7 @@ from hf_paged_cache.attention import compiled_step, graph_operator
 from hf_paged_cache.attention.masks import PagedLength, StaticLength
 from hf_paged_cache.attention.view import StoredKV
 from hf_paged_cache.errors import WAYS_TO_CHANGE, CacheMismatchError, PagedCacheError, UnstorableValueError
-from hf_paged_cache.forward.state import CacheState
+from hf_paged_cache.forward.state import CacheState, no_new_tokens
 from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.kernels.autocast import as_attended
@@ -83,30 +83,38 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         state = self._state
         key_states, value_states = as_attended(key_states), as_attended(value_states)
         if torch.compiler.is_compiling():
-            if state.can_be_static and state.would_be_static(key_states.device):
-                return self._update_compiled(key_states, value_states)
+            if state.traits.can_be_static and state.would_be_static(key_states.device):
+                return compiled_step.update_static(
+                    state.layer_groups.of(self.layer_idx) if state.rows.batch else None,
+                    self.layer_idx,
+                    key_states,
+                    value_states,
+                    is_interrupted=state.has_open_step,
+                    is_attended=state.is_attended(),
+                    wants_gradients=state.rows.gradients_from is not None,
+                )
             return self._update_between_graphs(key_states, value_states)  # type: ignore[no-any-return]
-        if state.is_static and state.tokens[self.layer_idx] == state.step_end:
+        if state.is_static and state.rows.tokens[self.layer_idx] == state.rows.end:
             state.pull()
         # What another cache shows of its layers has no storage that a kernel could read.
         key_states, value_states = dense(key_states), dense(value_states)
         self._check(key_states, value_states)
         _check_data(self.layer_idx, key_states, value_states)
-        start, new_tokens = state.tokens[self.layer_idx], key_states.shape[2]
-        joins = state.is_open and state.is_next_in_step(self.layer_idx)
-        is_first = not joins or start + new_tokens != state.step_end
+        start, new_tokens = state.rows.tokens[self.layer_idx], key_states.shape[2]
+        joins = state.is_open and state.rows.is_next(self.layer_idx)
+        is_first = not joins or start + new_tokens != state.rows.end
         if is_first:
             state.begin_step(self.layer_idx, key_states, value_states)
         else:
             state.join_step(self.layer_idx)
         try:
-            stored = self._store(key_states, value_states, state.step_start)
+            stored = self._store(key_states, value_states, state.rows.start)
         except BaseException:
             if state.is_open:  # not taken back yet
                 state.abort_step()
             raise
         wants_gradients = key_states.requires_grad or value_states.requires_grad
-        if torch.is_grad_enabled() and (wants_gradients or state.gradients_from is not None):
+        if torch.is_grad_enabled() and (wants_gradients or state.rows.gradients_from is not None):
             return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
         if state.is_attended():
             return stored.views()
@@ -122,23 +130,22 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         stored_keys, stored_values = key_states, value_states
         if key_states.requires_grad or value_states.requires_grad:
             # What is stored is a constant; a backend in torch would else make the pool part of the graph.
-            if torch.is_grad_enabled() and state.gradients_from is None:
-                state.gradients_from = start
+            if torch.is_grad_enabled() and state.rows.gradients_from is None:
+                state.rows.gradients_from = start
             stored_keys, stored_values = key_states.detach(), value_states.detach()
         if blocks.records is not None:
             self._write_quantized(blocks, stored_keys, stored_values, start)
         else:
             dispatch.write(blocks, stored_keys, stored_values, start)
-        state.compare_rows(stored_keys, stored_values)
-        state.written(self.layer_idx)
+        state.written(self.layer_idx, stored_keys, stored_values)
         first = self._first_visible(start)
-        return StoredKV(state, blocks, self.layer_idx, first, state.step_end, key_states, value_states)
+        return StoredKV(state, blocks, self.layer_idx, first, state.rows.end, (key_states, value_states))
 
     def update_traced(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `update`, for a forward that is being compiled; `cache` is what `traced.register` gave."""
-        tokens = self._state.tokens
+        tokens = self._state.rows.tokens
         key_states, value_states = as_attended(key_states), as_attended(value_states)
         start, end = tokens[self.layer_idx], tokens[self.layer_idx] + key_states.shape[2]
         visible = end - self._first_visible(start)
@@ -149,22 +156,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next forward of `query_length` tokens will attend."""
         if query_length == 0:
-            raise CacheMismatchError(
-                f"layer {self.layer_idx}: no new tokens. The cache already holds {self.get_seq_length()} "
-                "tokens per row, and the prompt has no more than that; pass a longer prompt, "
-                "`cache.crop(...)` what differs, or `cache.reset()`"
-            )
+            raise no_new_tokens(self.layer_idx, self.get_seq_length())
         state = self._state
         state.has_masks = True
         self._settle()
-        state.check_chunk(query_length, is_warm=state.tokens[self.layer_idx] > 0)
-        if state.is_static and state.batch:
+        state.check_chunk(query_length, is_warm=state.rows.tokens[self.layer_idx] > 0)
+        if state.is_static and state.rows.batch:
             if torch.compiler.is_compiling():
-                return state.row_capacity_tokens, 0
+                return state.layer_groups.row_capacity_tokens, 0
             if query_length == 1 and state.is_attended():
-                return StaticLength(state.row_capacity_tokens, state.check_static_room), 0
+                return StaticLength(state.layer_groups.row_capacity_tokens, state.check_static_room), 0
             state.pull()
-        tokens = state.tokens[self.layer_idx]
+        tokens = state.rows.tokens[self.layer_idx]
         first = self._first_visible(tokens)
         length = tokens - first + query_length
         if torch.compiler.is_compiling():
@@ -179,19 +182,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def get_seq_length(self) -> int:
         """Tokens per row that this layer has seen; a tensor in a step that is being compiled."""
         self._settle()
-        if self._state.is_static and self._state.batch:
+        if self._state.is_static and self._state.rows.batch:
             if torch.compiler.is_compiling() and self.is_initialized:
                 return self.length_tensor()  # type: ignore[return-value]  # as static layers of the host do
             self._state.pull()
-        return self._state.tokens[self.layer_idx]
+        return self._state.rows.tokens[self.layer_idx]
 
     def length_tensor(self) -> torch.Tensor:
         """Tokens of a static row, as the device knows it; the host does not wait for it."""
-        return self._static_group().length_tensor(self.layer_idx)
+        group = self._state.layer_groups.of(self.layer_idx)
+        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
+        return group.length_tensor(self.layer_idx)
 
     def get_max_length(self) -> int:
         """Tokens that a static row can hold, otherwise -1: the pool bounds the sum over rows."""
-        return self._state.row_capacity_tokens if self._state.is_static else -1
+        return self._state.layer_groups.row_capacity_tokens if self._state.is_static else -1
 
     # --- what people read -----------------------------------------------------------------------------------
 
@@ -234,7 +239,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute in the host
         """Whether K and V of this layer have a place, in rows that there are."""
-        return self._blocks is not None and self._state.batch > 0
+        return self._blocks is not None and self._state.rows.batch > 0
 
     @property
     def device(self) -> torch.device | None:
@@ -305,7 +310,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         return 0
 
     def _stored_views(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self._blocks is None or not self._state.batch:
+        if self._blocks is None or not self._state.rows.batch:
             return None
         tokens = self.get_seq_length()
         # Whoever reads `keys` and then `values` (every cross-attention does) gets two views of one thing.
@@ -320,40 +325,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             start = self._first_visible(tokens)
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
-        if self._state.gradients_from is not None and torch.is_grad_enabled():
+        if self._state.rows.gradients_from is not None and torch.is_grad_enabled():
             return stored.in_graph(*stored.views())
         return stored.views()
-
-    def _static_group(self) -> StaticGroup:
-        group = self._state.group_of(self.layer_idx)
-        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
-        return group
-
-    def _update_compiled(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = self._state.group_of(self.layer_idx) if self._state.batch else None
-        if not isinstance(group, StaticGroup) or self.layer_idx not in group.static_blocks:
-            compiled_step.refuse(
-                "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
-                "call the model itself for it (`generate` does, unless `prefill_chunk_size` is given)"
-            )
-            raise AssertionError("refuse has raised")
-        if self._state.has_open_step:
-            compiled_step.refuse(
-                "a forward was interrupted and left some layers behind; call the model itself once, which "
-                "takes it back, or `cache.reset()`"
-            )
-        return compiled_step.update(
-            group.static_blocks[self.layer_idx],
-            group.window,
-            key_states,
-            value_states,
-            remember=self._state.is_attended(),
-            is_vetted=self.layer_idx in group.vetted,
-            reader=group.readers.get(self.layer_idx),
-            wants_gradients=self._state.gradients_from is not None,
-        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
     def _update_between_graphs(
@@ -370,7 +344,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _write_quantized(
         self, blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
     ) -> None:
-        state, group = self._state, self._state.group_of(self.layer_idx)
+        state, group = self._state, self._state.layer_groups.of(self.layer_idx)
         if group.is_unguarded(self.layer_idx):
             state.change(partial(group.check_keys, self.layer_idx, key_states, start))
         try:
@@ -384,14 +358,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""
         seen = (key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device)
-        if seen == self._last_seen and self._state.batch == seen[0][0]:
+        if seen == self._last_seen and self._state.rows.batch == seen[0][0]:
             return
         if not self._fits(key_states, value_states):
             self._raise_mismatch(key_states, value_states)
         self._last_seen = seen
 
     def _fits(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
-        blocks, batch = self._blocks, self._state.batch
+        blocks, batch = self._blocks, self._state.rows.batch
         k, v = key_states.shape, value_states.shape
         if len(k) != 4 or len(v) != 4 or k[:3] != v[:3] or key_states.dtype != value_states.dtype:
             return False
@@ -408,8 +382,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         )
 
     def _raise_mismatch(self, key_states: torch.Tensor, value_states: torch.Tensor) -> NoReturn:
-        batch, blocks = self._state.batch, self._blocks
-        if self._state.is_next_in_step(self.layer_idx):
+        batch, blocks = self._state.rows.batch, self._blocks
+        if self._state.rows.is_next(self.layer_idx):
             self._state.abort_step()  # earlier layers have written tokens that this one can not
         got = (
             f"K {tuple(key_states.shape)} {key_states.dtype} on {key_states.device} and "
@@ -481,15 +455,15 @@ class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_s
     @property
     def record_past(self) -> bool:
         """Whether blocks outside the window are kept until the next `crop`."""
-        return self._state.record_past
+        return self._state.rows.record_past
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self._state.record_past = value
+        self._state.rows.record_past = value
 
     def activate_past_recording(self) -> None:
         """Keep what the window would drop, so that `crop` can roll back."""
-        self._state.record_past = True
+        self._state.rows.record_past = True
 
     def get_max_length(self) -> int:
         """Tokens a query sees."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from hf_paged_cache.config import LayerSpec, PagedCacheConfig
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.forward.state import CacheState
@@ -36,6 +38,18 @@ def make_layer(state: CacheState, index: int, spec: LayerSpec, kwargs: dict[str,
             else PagedHybridWindowLayer(state, index, spec.window, part)
         )
     return PagedLayer(state, index) if part is None else PagedHybridLayer(state, index, part)
+
+
+def can_be_static(config: PreTrainedConfig, specs: Sequence[tuple[LayerSpec, dict[str, Any]]]) -> bool:
+    """Whether a model has nothing but layers over blocks, which steps that are compiled need."""
+    return (
+        all(
+            spec.is_paged and architectures.host_part(spec.layer_type, kwargs) is None
+            for spec, kwargs in specs
+        )
+        and not architectures.has_outside_state(config)
+        and not config.is_encoder_decoder
+    )
 
 
 def check_layers(

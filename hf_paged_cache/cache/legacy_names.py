@@ -75,6 +75,11 @@ class DeprecatedReads:
             "`PagedCache.from_cache(that, model)`"
         )
 
+    def drop(self, start: int, end: int) -> None:
+        """Delete tokens; now `prune(start, end)`."""
+        warnings.warn("`drop` is deprecated; use `prune`", DeprecationWarning, stacklevel=2)
+        self.prune(start, end)  # type: ignore[attr-defined]  # a cache has it
+
     def _length(self, layer_idx: int) -> int:
         return int(self.get_seq_length(layer_idx))  # type: ignore[attr-defined]  # a cache has it
 

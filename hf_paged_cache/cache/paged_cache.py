@@ -22,17 +22,20 @@ from hf_paged_cache.display import html
 from hf_paged_cache.display.stats import CacheStats, GroupStats, MemoryFootprint
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE
-from hf_paged_cache.forward.recurrent_state import HostContract, HostParts
+from hf_paged_cache.forward.contents import ModelTraits
+from hf_paged_cache.forward.ownership import check_prompt
+from hf_paged_cache.forward.recurrent_state import HostParts
 from hf_paged_cache.forward.state import CacheState
-from hf_paged_cache.host import architectures, compat, running_forward
+from hf_paged_cache.host import architectures, compat, generation, running_forward
 from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
 
 from .arguments import as_count, as_rows
 from .editing import CacheTools
+from .host_contract import HostContract
 from .hybrid_layer import PagedIndexedLayer
 from .layer import PagedLayer, refuse_to_move
-from .layers import check_layers, make_layer
+from .layers import can_be_static, check_layers, make_layer
 from .legacy_names import DeprecatedReads
 
 
@@ -141,7 +144,14 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         order = architectures.write_order(config, len(specs))
         paged = {index: specs[index][0] for index in order if specs[index][0].is_paged}
         check_layers(settings, specs, paged)
-        self._state = CacheState(settings, paged, architectures.max_positions(config))
+        traits = ModelTraits(
+            is_encoder_decoder=config.is_encoder_decoder,
+            has_outside_state=architectures.has_outside_state(config),
+            chunk_fault=architectures.chunk_fault(config),
+            can_be_static=compile and can_be_static(config, specs),
+        )
+        max_positions = architectures.max_positions(config)
+        self._state = CacheState(settings, paged, max_positions, traits, watch(config_or_model))
         self.layers: list[Any]
         layers = [make_layer(self._state, index, *spec) for index, spec in enumerate(specs)]
         Cache.__init__(self, layers=layers)
@@ -156,15 +166,9 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             },
             architectures.fixed_layers(config) | architectures.layers_without_indexer(config),
         )
-        self._state.chunk_fault = architectures.chunk_fault(config)
-        self._state.has_outside_state = architectures.has_outside_state(config)
-        self._state.is_encoder_decoder = config.is_encoder_decoder
-        is_all_paged = len(paged) == len(specs) and not self._hosts
-        self._state.can_be_static = compile and is_all_paged and not config.is_encoder_decoder
         self._config = config
         self._model = None if model is None else weakref.ref(model)
         activate(config_or_model)
-        self._state.is_attended = watch(config_or_model)
         self._introduce()
 
     # --- the contract of transformers.Cache -----------------------------------------------------------------
@@ -215,7 +219,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `update`, for a graph that the user has compiled: dense K and V in memory of their own."""
-        held = self._state.tokens[layer_idx]
+        held = self._state.rows.tokens[layer_idx]
         if held != start:
             raise CacheMismatchError(
                 f"layer {layer_idx} holds {held} tokens per row, and the compiled forward goes on from "
@@ -223,7 +227,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
                 "the cache outside"
             )
         call = None if self._state.is_open else running_forward.current()
-        if call is not None and (self._state.has_masks or not self._state.is_encoder_decoder):
+        if call is not None and (self._state.has_masks or not self._state.traits.is_encoder_decoder):
             # A graph that the host made masks in does not show how long they were.
             check_length(call.attention_mask, start, key_states.shape[2], self._config)
         keys, values = self.update(key_states, value_states, layer_idx)
@@ -232,18 +236,15 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
         """Whether a step that is being compiled calls an operator for a layer: it has no backward."""
         wants_grad = torch.is_grad_enabled() and (
-            key_states.requires_grad or value_states.requires_grad or self._state.gradients_from is not None
+            key_states.requires_grad
+            or value_states.requires_grad
+            or self._state.rows.gradients_from is not None
         )
         return (
             isinstance(self.layers[layer_idx], PagedLayer)
             and not wants_grad
             and not self._state.would_be_static(key_states.device)
         )
-
-    def _settle(self) -> None:
-        """See to what an ended forward has left."""
-        self._hosts.settle()
-        self._state.settle()
 
     def _spread_rows(self, rows: int) -> None:
         """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
@@ -260,7 +261,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         length: Any = super().get_seq_length(layer_idx)
         if isinstance(length, torch.Tensor) or torch.compiler.is_compiling():
             return length  # type: ignore[no-any-return]
-        return compat.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
+        return generation.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
 
     def _meet_prompt(self, tokens: int, ids: torch.Tensor | None, model: torch.nn.Module | None) -> int:
         """How many of the tokens of a prompt are left to feed.
@@ -270,16 +271,16 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         """
         state, held = self._settled("generate"), self._num_tokens
         if tokens < held:
-            note = "" if state.chunk_fault is None else f". And {state.chunk_fault}"
+            note = "" if state.traits.chunk_fault is None else f". And {state.traits.chunk_fault}"
             raise CacheMismatchError(
                 f"the prompt has {tokens} tokens, but the cache already holds {held} per row. Pass the whole "
                 "conversation, longer than what is cached; `cache.truncate_to(input_ids)` keeps what an "
                 f"edited conversation shares with the cached one, `cache.reset()` starts anew{note}"
             )
         if ids is not None and ids.shape[1] == tokens:
-            state.history.check_prompt(ids)
+            state.rows.ids.check_prompt(ids)
         if tokens == held and held:
-            state.check_prompt_of(model)
+            check_prompt(state.rows.owner, model, state.rows.end)
             try:
                 self.crop(-1)
             except (PagedCacheError, RuntimeError) as error:
@@ -305,7 +306,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Position of the next query; a tensor where the host would have to wait for the number."""
         layer = self.layers[layer_idx]
-        if self._state.is_static and self._state.batch and layer.is_initialized:
+        if self._state.is_static and self._state.rows.batch and layer.is_initialized:
             return layer.length_tensor()
         return self.get_seq_length(layer_idx)
 
@@ -329,7 +330,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         number = as_count("crop", "tokens_to_remove", tokens_to_remove)
         count = compat.tokens_to_remove(number, tokens)
         is_all = count >= tokens > 0
-        state.check_crop(count)
+        state.check_crop(state.rows.end - count)
         self._hosts.check_crop(count, is_all=is_all)
 
         def make() -> None:
@@ -345,7 +346,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
                 prompt then, after what is cached.
         """
-        prompt, held = running_forward.drafts_feed_all_of(), self._num_tokens
+        prompt, held = generation.drafts_feed_all_of(), self._num_tokens
         if prompt is not None and held:
             raise CacheMismatchError(
                 f"assisted decoding (an assistant, or prompt lookup) would feed the whole prompt of {prompt} "
@@ -387,7 +388,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
     @property
     def batch_size(self) -> int:
         """Rows held, or -1 before the first update."""
-        self._settle()
+        self._state.settle()
         return self._num_rows or -1
 
     @property
@@ -415,7 +416,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def stats(self) -> CacheStats:
         """Counts of rows, tokens and blocks; of all caches that share the blocks, if this one was forked."""
-        self._settle()
+        self._state.settle()
         self._state.pull()
         self._state.layer_groups.store.collect()
         groups = self._state.groups
@@ -429,10 +430,10 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             shared_blocks=sum(pool.num_shared for pool in pools),
             free_blocks=sum(pool.num_free for pool in pools),
             backend=next((layer.backend for layer in self._paged_layers() if layer.backend), None),
-            layer_dtypes=self._state.layer_dtypes(),
+            layer_dtypes=self._state.layer_groups.layer_dtypes(),
             moved_layers=self._state.layer_groups.moved_layers(),
             bytes_by_format=self._state.layer_groups.bytes_by_format(),
-            equal_rows=self._state.equal_rows,
+            equal_rows=self._state.rows.equal_rows,
             counters=sum((pool.counters for pool in pools), BlockCounters()),
             groups=tuple(
                 GroupStats(
@@ -455,7 +456,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
         Pools, and what is used of them, are those of all caches that share them.
         """
-        self._settle()
+        self._state.settle()
         self._state.layer_groups.store.collect()
         groups = self._state.groups
         return MemoryFootprint(
@@ -468,7 +469,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost, or counts, tables and layers disagree."""
-        self._settle()
+        self._state.settle()
         self._state.pull()
         self._state.check_integrity()
 
@@ -528,17 +529,17 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     @property
     def _num_rows(self) -> int:
-        return self._state.batch or self._hosts.batch
+        return self._state.rows.batch or self._hosts.batch
 
     @property
     def _num_tokens(self) -> int:
-        return self._state.step_end or self._hosts.num_tokens
+        return self._state.rows.end or self._hosts.num_tokens
 
     def _take_rows(self, row_indices: list[int]) -> None:
         """Make the rows copies of the given old rows, everywhere."""
         self._settled("moving rows")
         batch = self._num_rows
-        rows = self._state.checked_rows(row_indices, batch) if batch else []
+        rows = self._state.rows.checked(row_indices, batch) if batch else []
         if rows:
             self._state.reorder(rows, self._hosts)
 

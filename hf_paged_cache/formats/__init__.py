@@ -7,8 +7,6 @@ the bytes; kernels read and write the same bytes faster, and are tested against 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hf_paged_cache.errors import PagedCacheError
 
 from .codec import LARGEST_VALUE, Codec
@@ -66,12 +64,8 @@ def kv_format(name: str, *, group_size: int = DEFAULT_GROUP_SIZE) -> KVFormat | 
             f"kv_cache_dtype must be one of auto, {', '.join(FORMATS)}, got {name!r}; 'auto' stores K and V "
             "in the model's dtype"
         )
-    form = FORMATS[name]
-    keys, values = (
-        replace(codec, group_size=group_size) if isinstance(codec, Int4Group) else codec
-        for codec in (form.keys, form.values)
-    )
-    return KVFormat(name, keys, values)
+    known = FORMATS[name]
+    return KVFormat(name, known.keys.with_group_size(group_size), known.values.with_group_size(group_size))
 
 
 def with_keys_in_int8(form: KVFormat) -> KVFormat:

@@ -25,6 +25,7 @@ class Codec(ABC):
 
     Attributes:
         name: Its name, for messages and kernels.
+        kernel_id: Its number in the C++ kernels (`enum Codec` of abi.h); 0 if they do not know it.
         bits: Bits of one code.
         is_per_token: Tokens can be encoded one by one. Otherwise all of a block's are needed at once. The
             parameters of a per-token codec are `[kinds, tokens, groups]`, so that a token's have their place.
@@ -32,9 +33,19 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
+    kernel_id: ClassVar[int] = 0
     bits: ClassVar[int]
     is_per_token: ClassVar[bool] = True
     is_rotated: ClassVar[bool] = False
+
+    @property
+    def group_size(self) -> int:
+        """Channels of a group; 1 where there are no groups."""
+        return 1
+
+    def with_group_size(self, group_size: int) -> Codec:
+        """The same codec with groups of that size; itself where there are no groups."""
+        return self
 
     def check(self, dim: int) -> None:
         """Raise PagedCacheError if heads of that dim cannot be stored."""

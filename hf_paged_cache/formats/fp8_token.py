@@ -29,6 +29,7 @@ class Fp8Token(Codec):
     """float8_e4m3fn, one scale per token; parameters `[1, tokens, 1]`."""
 
     name: ClassVar[str] = "fp8_token"
+    kernel_id: ClassVar[int] = 2
     bits: ClassVar[int] = 8
 
     def row_bytes(self, dim: int) -> int:

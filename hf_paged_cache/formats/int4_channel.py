@@ -29,6 +29,7 @@ class Int4Channel(Codec):
     """Asymmetric, one scale and zero per channel of a block; parameters `[2, dim]`, scales first."""
 
     name: ClassVar[str] = "int4_channel"
+    kernel_id: ClassVar[int] = 4
     bits: ClassVar[int] = 4
     is_per_token: ClassVar[bool] = False
 

@@ -11,7 +11,7 @@ Largest error: half a group's scale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -31,8 +31,13 @@ class Int4Group(Codec):
     """
 
     name: ClassVar[str] = "int4_group"
+    kernel_id: ClassVar[int] = 6
     bits: ClassVar[int] = 4
     group_size: int = 32
+
+    def with_group_size(self, group_size: int) -> Int4Group:
+        """The same codec with groups of that size."""
+        return replace(self, group_size=group_size)
 
     def check(self, dim: int) -> None:
         """Groups must fill a head."""

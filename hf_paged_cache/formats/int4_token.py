@@ -27,6 +27,7 @@ class Int4Token(Codec):
     """Rotated, asymmetric, one scale and zero per token; parameters `[2, tokens, 1]`, scales first."""
 
     name: ClassVar[str] = "int4_token"
+    kernel_id: ClassVar[int] = 3
     bits: ClassVar[int] = 4
     is_rotated: ClassVar[bool] = True
 

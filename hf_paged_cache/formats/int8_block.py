@@ -22,6 +22,7 @@ class Int8Block(Codec):
     """Asymmetric, one scale and zero per block; parameters `[2]`, the scale first."""
 
     name: ClassVar[str] = "int8_block"
+    kernel_id: ClassVar[int] = 5
     bits: ClassVar[int] = 8
     is_per_token: ClassVar[bool] = False
 

@@ -26,6 +26,7 @@ class Int8Token(Codec):
     """Rotated, symmetric, one scale per token; parameters `[1, tokens, 1]`."""
 
     name: ClassVar[str] = "int8_token"
+    kernel_id: ClassVar[int] = 1
     bits: ClassVar[int] = 8
     is_rotated: ClassVar[bool] = True
 

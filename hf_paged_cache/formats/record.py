@@ -111,12 +111,14 @@ class RecordFormat:
         """The head dim of K or V."""
         return self.head_dim if side == "keys" else self.v_head_dim
 
+    def offsets(self, side: Side) -> tuple[int, int]:
+        """Bytes where the codes and the parameters of K or V begin."""
+        return (self.key_codes, self.key_params) if side == "keys" else (self.value_codes, self.value_params)
+
     def parts(self, records: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes `[..., block_size, row_bytes]` and parameters of K or V, as views of the records."""
         codec, dim = self.codec(side), self.dim(side)
-        codes_at, params_at = (
-            (self.key_codes, self.key_params) if side == "keys" else (self.value_codes, self.value_params)
-        )
+        codes_at, params_at = self.offsets(side)
         row, shape = codec.row_bytes(dim), codec.param_shape(self.block_size, dim)
         codes = records[..., codes_at : codes_at + self.block_size * row]
         params = records[..., params_at : params_at + 2 * prod(shape)].view(torch.float16)

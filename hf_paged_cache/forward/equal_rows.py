@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-class Twins:
+class EqualRows:
     """Neighbouring rows that have brought the same K and V to every layer so far.
 
     Judged by the K and V themselves, to the bit: ids may be the same under other masks, and are not always
@@ -35,7 +35,7 @@ class Twins:
         """For every row the first one that is the same; None if no two are.
 
         Args:
-            padding: Of every row, what is remembered of its hidden tokens. Rows are no twins if that differs.
+            padding: Of every row, what is remembered of its hidden tokens, in which equal rows agree.
         """
         if not any(self._is_like_previous):
             return None

@@ -30,29 +30,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.running_forward import ModelCall, Place
+from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.running_forward import ModelCall
+
+from .positions import Run, discontinuous, joined, next_positions, runs_of
 
 _HIDDEN = -1e4
 """What an additive mask adds to a score that is not to count, or less."""
-
-
-class Run(NamedTuple):
-    """Tokens of a row, neighbours in place and position.
-
-    Attributes:
-        start: First token.
-        end: One past the last token.
-        position: Of the first token; None if the model does not say it.
-    """
-
-    start: int
-    end: int
-    position: int | None
-
-    @property
-    def next_position(self) -> int | None:
-        """Where the token after these stands."""
-        return None if self.position is None else self.position + self.end - self.start
 
 
 class NotedMask(NamedTuple):
@@ -245,7 +229,7 @@ class Padding:
             is_settled=False,
         )
 
-    def drop(self, start: int, end: int) -> Padding:
+    def prune(self, start: int, end: int) -> Padding:
         """Without the tokens `[start, end)`, where no key knows its position."""
 
         def after(n: int) -> int:
@@ -253,7 +237,7 @@ class Padding:
 
         tokens = tuple(map(after, self.tokens))
         kept = ((Run(after(run.start), after(run.end), None) for run in runs) for runs in self.runs)
-        runs = tuple(_joined((), [run for run in runs if run.start < run.end]) for runs in kept)
+        runs = tuple(joined((), [run for run in runs if run.start < run.end]) for runs in kept)
         left = Padding(runs=runs, end=after(self.end))
         return replace(left, tokens=tokens, is_left_out=self.is_left_out) if any(tokens) else left
 
@@ -315,11 +299,11 @@ class Padding:
         if known is self and self._is_next(forward, positions):
             return self._seen(forward, self)
         known = known._up_to(start)
-        found = _runs(forward.real(), positions, start)
+        found = runs_of(forward.real(), positions, start)
         for row, (old, new) in enumerate(zip(known.runs, found, strict=True)):
             if old and new:
                 self._check_position(row, old, new[0], forward)
-        runs = tuple(_joined(old, new) for old, new in zip(known.runs, found, strict=True))
+        runs = tuple(joined(old, new) for old, new in zip(known.runs, found, strict=True))
         return self._seen(forward, replace(known, runs=runs, end=forward.end))
 
     def _is_next(self, forward: Forward, positions: torch.Tensor | None) -> bool:
@@ -361,7 +345,7 @@ class Padding:
         if again:
             raise _shown_again(again, forward.start)
         known = self._up_to(forward.start)
-        return replace(known, runs=tuple(map(tuple, _runs(shown, known._positions(), 0))))
+        return replace(known, runs=tuple(map(tuple, runs_of(shown, known._positions(), 0))))
 
     def _hides_nothing(self) -> bool:
         return all(sum(run.end - run.start for run in runs) == self.end for runs in self.runs)
@@ -371,7 +355,7 @@ class Padding:
         if self.end >= start:
             return self
         runs = tuple(
-            _joined(runs, [Run(self.end, start, runs[-1].next_position)]) if runs else runs
+            joined(runs, [Run(self.end, start, runs[-1].next_position)]) if runs else runs
             for runs in self.runs
         )
         return replace(self, runs=runs, end=start)
@@ -420,12 +404,12 @@ class Padding:
             forward: It.
         """
         shown = sum(run.end - run.start for run in old)
-        expected = _next_positions(old, first.start)
+        expected = next_positions(old, first.start)
         if shown == first.start or first.position is None or first.position in expected or not expected:
             return
         before, last = self._up_to(forward.start).runs[row], old[-1].end
         newly_hidden = sum(min(run.end, last) - min(run.start, last) for run in before) - shown
-        raise _discontinuous(row, expected, first.position, newly_hidden, forward.call.is_generating)
+        raise discontinuous(row, expected, first.position, newly_hidden, forward.call.is_generating)
 
     def _check_hidden(self, mask: torch.Tensor) -> None:
         shown = mask[:, : max(self.unstored)].to("cpu", torch.bool)
@@ -453,48 +437,6 @@ def _leading(real: torch.Tensor) -> tuple[int, ...]:
     return tuple(firsts.tolist())
 
 
-def _runs(real: torch.Tensor, positions: torch.Tensor | None, start: int) -> list[list[Run]]:
-    """The runs of every row of tokens, of which the first is token `start`."""
-    goes_on = real[:, 1:] & real[:, :-1]
-    if positions is not None:
-        goes_on &= positions[:, 1:] == positions[:, :-1] + 1
-    edge = torch.zeros(real.shape[0], 1, dtype=torch.bool)
-    firsts = (real & ~torch.cat((edge, goes_on), 1)).nonzero().tolist()
-    lasts = (real & ~torch.cat((goes_on, edge), 1)).nonzero().tolist()
-    found: list[list[Run]] = [[] for _ in range(real.shape[0])]
-    for (row, first), (_, last) in zip(firsts, lasts, strict=True):
-        position = None if positions is None else int(positions[row, first])
-        found[row].append(Run(start + first, start + last + 1, position))
-    return found
-
-
-def _joined(old: tuple[Run, ...], new: Sequence[Run]) -> tuple[Run, ...]:
-    """Runs of one row in which neighbours are one run."""
-    runs = list(old)
-    for run in new:
-        if runs and runs[-1].end == run.start and runs[-1].next_position == run.position:
-            runs[-1] = runs[-1]._replace(end=run.end)
-        else:
-            runs.append(run)
-    return tuple(runs)
-
-
-def _next_positions(runs: Sequence[Run], start: int) -> list[int]:
-    """Where token `start` of a row may stand, of which these tokens are shown; empty if nothing is known."""
-    skips = counts = True  # hidden tokens have no positions, or have
-    end, following = 0, 0
-    for run in runs:
-        if run.position is None or run.next_position is None:
-            return []
-        if run.start > end:
-            skips &= run.position == following
-            counts &= run.position == following + run.start - end
-        end, following = run.end, run.next_position
-    if skips == counts or start == end:
-        return sorted({following, following + start - end})
-    return [following if skips else following + start - end]
-
-
 def _shown_again(again: list[list[int]], tokens: int) -> CacheMismatchError:
     row, first = again[0]
     return CacheMismatchError(
@@ -502,30 +444,4 @@ def _shown_again(again: list[list[int]], tokens: int) -> CacheMismatchError:
         f"after it was computed without it ({len(again)} such tokens in all). Pass the whole mask as before, "
         f"`cache.crop({min(token for _, token in again) - tokens})` and feed what follows again, or "
         "`cache.reset()`"
-    )
-
-
-def _discontinuous(
-    row: int, expected: list[int], got: int, newly_hidden: int, is_generating: bool
-) -> CacheMismatchError:
-    nexts = " or ".join(map(str, expected))
-    if newly_hidden:
-        why = (
-            f"This attention_mask hides {newly_hidden} tokens that the forwards so far have seen, and they "
-            "still count in the positions of those cached after them. Pass the whole mask as before"
-        )
-        if is_generating:
-            why += " (without one, `generate` takes pad tokens in the prompt for padding)"
-        return CacheMismatchError(
-            f"position_ids: row {row} has tokens that attention_mask hides, and its next token stands at "
-            f"{nexts}; got {got}. {why}, or `cache.reset()`"
-        )
-    now = "`generate` counts" if is_generating else "the new ones count"
-    return CacheMismatchError(
-        f"position_ids: row {row} has tokens that attention_mask hides, and its last cached token stands at "
-        f"position {expected[0] - 1}, so the next one stands at {nexts}; got {got}. "
-        f"Either those cached count the hidden ones and {now} real tokens only, or the other way round: a "
-        "plain forward counts all tokens unless it is given `position_ids=(attention_mask.cumsum(-1) - 1)"
-        ".clamp(min=0)` (of the new tokens), as `generate` does. Give them to every forward of a padded "
-        "batch; `cache.reset()` starts anew"
     )

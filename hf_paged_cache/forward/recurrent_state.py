@@ -9,18 +9,22 @@ whenever the cache is used (see `calls`).
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
-from hf_paged_cache.host import architectures, running_forward
-from hf_paged_cache.store.store import Restore
+from hf_paged_cache.host import architectures
 
-from .state import CacheState
-from .uncounted import UncountedText
+from .state import check_reading
+from .token_ids import UncountedText
 from .undo import Undo
+
+if TYPE_CHECKING:
+    from hf_paged_cache.store.store import Restore
+
+    from .state import CacheState
 
 
 class HostParts:
@@ -33,19 +37,16 @@ class HostParts:
     """
 
     def __init__(self, state: CacheState, parts: Mapping[int, Any], fixed: Collection[int]) -> None:
+        self.fixed = set(fixed)
         self._state = state
         self._parts = dict(parts)
-        self._fixed = set(fixed)
-        self._call: running_forward.ModelCall | None = None
-        self._done: set[Hashable] = set()
-        self._end_before = 0
         self._text = UncountedText()
         self._empty = Undo()
         self._save_into(self._empty)
 
     def __bool__(self) -> bool:
         """Whether anything outside blocks has to be kept in step."""
-        return bool(self._parts) or self._state.has_outside_state
+        return bool(self._parts) or self._state.traits.has_outside_state
 
     @property
     def parts(self) -> list[Any]:
@@ -56,14 +57,9 @@ class HostParts:
         """Layer index -> object, and the attributes that it has while it holds nothing."""
         return {index: (part, self._empty.kept(part)) for index, part in self._parts.items()}
 
-    @property
-    def fixed(self) -> set[int]:
-        """Layers that a forward need not touch: they hold something else than the tokens, or nothing."""
-        return self._fixed
-
     def settled(self) -> dict[str, Any]:
         """The attributes of this object itself when no forward is known to it, as after `reset`."""
-        return {"_call": None, "_done": set(), "_text": UncountedText()}
+        return {"_text": UncountedText()}
 
     @property
     def indexer(self) -> Any:
@@ -88,66 +84,28 @@ class HostParts:
 
     # --- forwards -------------------------------------------------------------------------------------------
 
-    @property
-    def rows_fed(self) -> int:
-        """Rows of ids of the forward in progress; 0 if it shows none."""
-        ids = None if self._call is None else self._call.input_ids
-        return 0 if ids is None else ids.shape[0]
-
     def enter(self, write: Hashable | None = None) -> None:
         """Note that the cache is used; if that is the first thing a forward does, save what it will change.
 
         Args:
-            write: What is written, for callers that are no forward of a model: the same thing written once
-                more means the next round. None for a read.
+            write: See `Step.goes_on`.
         """
         if torch.compiler.is_compiling():
             self._enter_between_graphs(write)
-            return
-        if self._call is not None and self._goes_on(self._call, write):
-            self._done.add(write)
-            return
-        self.settle()
-        call = running_forward.current()
-        if call.forward.frame is None and write is None:
-            return
-        self._state.check_lost()
-        self._state.check_reading(call, is_warm=self.batch > 0)
-        self._text.begin(call, is_warm=bool(self.batch), is_counted=bool(self._state.tokens))
-        self._state.undo.clear()
-        self._save_into(self._state.undo)
-        self._done, self._end_before = {write}, self._state.step_end
-        self._call = call
+        elif (call := self._state.next_call(write)) is not None:
+            check_reading(call, is_warm=self.batch > 0)
+            is_counted = bool(self._state.rows.tokens)
+            self._text.check(call, is_warm=bool(self.batch), is_counted=is_counted)
+            undo = Undo()
+            self._save_into(undo)
+            undo.save(self._text, clone=False)
+            self._state.open_step(call, write, undo)
+            self._text.begin(call, is_warm=bool(self.batch), is_counted=is_counted)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
     def _enter_between_graphs(self, write: Hashable | None) -> None:
         """What a graph changes in these objects could not be put back if the forward fails."""
         self.enter(write)
-
-    def settle(self) -> None:
-        """Close the books of the last forward if it is over: take it back if it failed, or only read.
-
-        Raises:
-            CacheMismatchError: Nobody can say whether it failed.
-        """
-        call = self._call
-        if call is None or (call.forward.frame is not None and call.forward.is_running()):
-            return
-        # Of a loop without a model no more is known than that it went on.
-        has_returned = call.forward.frame is None or call.forward.has_returned()
-        if has_returned is None:
-            raise CacheMismatchError(
-                "it cannot be told whether the last forward failed. Call `cache.reset()`, and start from the "
-                "prompt"
-            )
-        if not has_returned or call.use_cache is False:
-            self._text.take_back()
-            if self._state.step_end > self._end_before:
-                self._state.abort_step()
-            else:
-                self._state.take_back_outside()
-        self._state.undo.clear()
-        self._call = None
 
     def can(self, layer_idx: int, method: str) -> bool:
         """Whether a layer has a part with a method; where it has none, the host's own refusal is right."""
@@ -158,16 +116,13 @@ class HostParts:
         part = self._parts.get(layer_idx)
         if part is None or not architectures.is_linear(part):
             return  # which the host says in its own words
-        if self._end_before and not part.has_previous_state[state_idx]:
+        step = self._state.step
+        held = self._state.rows.end if step is None else step.start
+        if held and not part.has_previous_state[state_idx]:
             raise CacheMismatchError(
-                f"layer {layer_idx} has no state yet, and the cache holds {self._end_before} tokens per row: "
+                f"layer {layer_idx} has no state yet, and the cache holds {held} tokens per row: "
                 "the forward that brought them was interrupted. Call `cache.reset()`, and start anew"
             )
-
-    def _goes_on(self, call: running_forward.ModelCall, write: Hashable | None) -> bool:
-        if call.forward.frame is not None:
-            return call.forward.is_running()
-        return running_forward.current().forward.frame is None and (write is None or write not in self._done)
 
     def _save_into(self, undo: Undo) -> None:
         for part in self._parts.values():
@@ -187,18 +142,14 @@ class HostParts:
 
     def save(self) -> Restore:
         """Remember what they are, for a change that replaces tensors. Returns what puts it back."""
-        undo, text, forward = Undo(), self._text.save(), self._state.undo.save_all()
-        attributes = vars(self) | {"_done": set(self._done)}
-        for part in self._parts.values():
+        undo = Undo()
+        for part in (self._text, *self.parts):
             undo.save(part, clone=False)
+        return partial(self._put_back, self._text, undo)
 
-        def restore() -> None:
-            vars(self).update(attributes)
-            undo.put_back()
-            text()
-            forward()
-
-        return restore
+    def _put_back(self, text: UncountedText, undo: Undo) -> None:
+        self._text = text
+        undo.put_back()
 
     def check_crop(self, tokens_to_remove: int, *, is_all: bool) -> None:
         """Raise what `crop` would raise; changes nothing."""
@@ -207,7 +158,7 @@ class HostParts:
         for index, part in self._parts.items():
             if architectures.is_linear(part):
                 self._check_linear_crop(index, part)
-            elif index not in self._fixed and not architectures.can_crop(part):
+            elif index not in self.fixed and not architectures.can_crop(part):
                 raise PagedCacheError(_cannot_crop(index, f"a {type(part).__name__}, has no way back"))
             elif _is_past_window(part):
                 raise PagedCacheError(_must_record(index))
@@ -227,121 +178,19 @@ class HostParts:
                 _crop_convolutions(part, tokens_to_remove)
             elif hasattr(part, "indexer_keys"):
                 _crop_indexer(part, tokens_to_remove)
-            elif index not in self._fixed and (tokens_to_remove or getattr(part, "record_past", False)):
+            elif index not in self.fixed and (tokens_to_remove or getattr(part, "record_past", False)):
                 part.crop(-tokens_to_remove)
 
     def clear(self) -> None:
         """Make all of them as they were at first. What the host's own `reset` leaves varies by version."""
         self._empty.put_back()
         self._text = UncountedText()
-        self._state.undo.clear()
-        self._call = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A call in progress is one of the original's, and names code, which cannot be stored.
-        return vars(self) | {"_call": None, "_done": set()}
 
     def _check_linear_crop(self, index: int, part: Any) -> None:
         if any(part.is_recurrent_states_initialized.values()):
             raise PagedCacheError(_cannot_crop(index, "a recurrent state, does not say what it was before"))
         if any(part.is_conv_states_initialized.values()) and not part.record_past:
             raise PagedCacheError(_must_record(index))
-
-
-class HostContract(DynamicCache):
-    """The methods of `transformers.Cache` by which models reach what is not paged."""
-
-    _hosts: HostParts
-    _state: CacheState
-
-    def _spread_rows(self, rows: int) -> None:
-        """Let one cached row go on as several, if that is what the tensors of so many rows mean."""
-        raise AssertionError("a cache says itself how its rows are spread")
-
-    def _enter_read(self) -> None:
-        """What a forward reads before it writes may go straight into its arithmetic, so it has all rows."""
-        self._hosts.enter()
-        if self._hosts.rows_fed > 1:
-            self._spread_rows(self._hosts.rows_fed)
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """Which layers keep nothing but states of linear attention or convolutions."""
-        return [architectures.is_linear(x) and not isinstance(x, CacheLayerMixin) for x in self.layers]
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """Where models of transformers 5.17 keep the positions `[dims, batch, tokens]` of an indexer.
-
-        Raises:
-            AttributeError: There are none.
-        """
-        self._enter_read()
-        positions: torch.Tensor | None = getattr(self._hosts.indexer, "indexer_position_ids", None)
-        if positions is None:
-            raise AttributeError("this cache holds no positions of an indexer")
-        return positions
-
-    @position_ids.setter
-    def position_ids(self, value: torch.Tensor) -> None:
-        if self._hosts.indexer is None:
-            raise AttributeError("this cache has no indexer whose positions it could hold")
-        self._hosts.indexer.indexer_position_ids = value
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        """Take in the inputs of a convolution `[batch, channels, tokens]`; return those that it needs.
-
-        Raises:
-            CacheMismatchError: The model cannot take so many new tokens after a history.
-        """
-        if self._hosts.can(layer_idx, "update_conv_state"):
-            self._hosts.enter(("conv", layer_idx, state_idx))
-            self._spread_rows(conv_states.shape[0])
-            if self._state.chunk_fault is not None:
-                is_warm = self.has_previous_state(layer_idx, state_idx)
-                self._state.check_chunk(conv_states.shape[-1], is_warm=is_warm)
-            self._hosts.check_begun(layer_idx, state_idx)
-        states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        return states
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        """Replace a recurrent state `[batch, ...]`; return it."""
-        if self._hosts.can(layer_idx, "update_recurrent_state"):
-            self._hosts.enter(("recurrent", layer_idx, state_idx))
-            self._spread_rows(recurrent_states.shape[0])
-        states: torch.Tensor = super().update_recurrent_state(
-            recurrent_states, layer_idx, state_idx, **kwargs
-        )
-        return states
-
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Append indexer keys `[batch, tokens, index_head_dim]`; return all of them."""
-        if self._hosts.can(layer_idx, "update_indexer"):
-            self._hosts.enter(("indexer", layer_idx))
-            self._spread_rows(indexer_key_states.shape[0])
-        keys: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
-        return keys
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The last inputs of a convolution; None if there are none."""
-        self._enter_read()
-        states: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
-        return states
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """A recurrent state; None if there is none."""
-        self._enter_read()
-        states: torch.Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
-        return states
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether a layer that is not paged (the last one, if None) has a state."""
-        self._enter_read()  # up to transformers 5.17 they then read the state itself, past the methods
-        return bool(super().has_previous_state(layer_idx, state_idx))
 
 
 def _cannot_crop(index: int, what: str) -> str:

@@ -1,31 +1,93 @@
-"""One forward, from the first layer that gets new K and V to the last."""
+"""One forward, from the first thing it does with a cache until it has ended.
+
+A forward brings the same new tokens to every layer, one layer after the other. The first layer to get them
+opens the step for tokens: blocks are reserved in every group, or nothing happens at all. The others only
+write.
+
+```
+            layer 0   layer 1   layer 2
+rows.end  ─ written   written   ·           <- tokens [start, end) are reserved everywhere
+rows.start─ written   written   written
+```
+
+A step is over when its forward is. What an exception has left of one is taken back by whoever looks next.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from hf_paged_cache.host.running_forward import Place
+from hf_paged_cache.host import running_forward
 
-from .left_padding import Padding
+from .undo import Undo
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_paged_cache.host.frames import Place
+
+    from .left_padding import Padding
 
 
 @dataclass(slots=True)
 class Step:
-    """A step in progress, or one whose forward has ended and nobody has looked at yet.
+    """A forward in progress, or one that has ended and nobody has looked at since.
 
     Attributes:
-        forward: The forward that opened it; None if nobody knows.
-        missing: Layers that have yet to join it.
-        is_read_only: The forward was told `use_cache=False`, so that its tokens go when it ends.
+        forward: The forward; None if nobody knows.
+        start: Tokens of every row before it.
+        is_read_only: It was told `use_cache=False`, so that all it does goes when it ends.
+        missing: Layers that have yet to write its tokens; None before any has come.
         padding: What was remembered of hidden tokens before it.
+        rows_before: Rows before it spread them over more; None if it has not.
+        undo: What it has changed outside the blocks.
+        has_outside: Whether objects outside the blocks change with it; its end is then looked at.
+        writes: What it has written outside the blocks, where it is no forward of a model.
+        ids: `[batch, tokens]` that it was given; None if it shows none.
     """
 
     forward: Place | None
-    missing: int
-    is_read_only: bool
-    padding: Padding
+    start: int
+    is_read_only: bool = False
+    missing: int | None = None
+    padding: Padding | None = None
+    rows_before: int | None = None
+    undo: Undo = field(default_factory=Undo)
+    has_outside: bool = False
+    writes: set[Hashable] = field(default_factory=set)
+    ids: torch.Tensor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its tokens have come to some layers and not to all, or are to go again."""
+        return self.missing is not None and (self.missing > 0 or self.is_read_only)
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is a forward of a model, whose end can be told."""
+        return self.forward is not None and self.forward.frame is not None
 
     @property
     def is_over(self) -> bool:
         """Whether its forward has ended; False if nobody knows."""
-        return self.forward is not None and self.forward.frame is not None and not self.forward.is_running()
+        return self.is_of_model and self.forward is not None and not self.forward.is_running()
+
+    def has_returned(self) -> bool | None:
+        """Whether its forward, which is over, has come to its end; None if it cannot be told.
+
+        Of a loop without a model no more is known than that it went on.
+        """
+        return self.forward.has_returned() if self.is_of_model and self.forward is not None else True
+
+    def goes_on(self, write: Hashable | None) -> bool:
+        """Whether a use of the cache now is part of it.
+
+        Args:
+            write: What is written, for callers that are no forward of a model: the same thing written once
+                more means the next round. None for a read.
+        """
+        if self.is_of_model:
+            return not self.is_over
+        return running_forward.current().forward.frame is None and (write is None or write not in self.writes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,19 @@ import torch
 
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hf_paged_cache.host.frames import Place
+    from hf_paged_cache.host.running_forward import ModelCall
+
+_BEGINNING = 16
+"""Tokens that tell one text from another."""
 Ids = npt.NDArray[Any]
 """`[rows, tokens]`, on the host like all bookkeeping."""
 
 
-class TokenHistory:
+class TokenIds:
     """The ids of the first tokens of every row.
 
     They come from the forwards that fed them, where those show their ids, and from whoever calls `commit`.
@@ -32,7 +40,7 @@ class TokenHistory:
         self._told: Ids | None = None
 
     @property
-    def ids(self) -> torch.Tensor:
+    def known(self) -> torch.Tensor:
         """The known ids `[rows, count]`, on the CPU."""
         return torch.from_numpy(self._ids[:, : self.count].copy())
 
@@ -130,10 +138,10 @@ class TokenHistory:
         self.count = min(self.count, count)
         self._told = None
 
-    def reorder(self, rows: list[int]) -> None:
+    def reorder(self, rows: Sequence[int]) -> None:
         """Follow rows that were moved."""
-        if self.count and rows != list(range(self._ids.shape[0])):
-            self._ids = self._ids[rows]
+        if self.count and list(rows) != list(range(self._ids.shape[0])):
+            self._ids = self._ids[list(rows)]
         self._told = None
 
     def save(self) -> Callable[[], None]:
@@ -141,14 +149,14 @@ class TokenHistory:
         attributes = dict(vars(self))  # ids are only ever written behind those that count
         return lambda: vars(self).update(attributes)
 
-    def copy(self) -> TokenHistory:
+    def copy(self) -> TokenIds:
         """The same for another cache."""
-        twin = TokenHistory()
+        twin = TokenIds()
         if self.count:
             twin._put(self._ids[:, : self.count], 0, self.count)
         return twin
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TokenHistory:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenIds:
         """As `copy`: what was cropped, or told of tokens to come, stays behind."""
         return self.copy()
 
@@ -161,3 +169,60 @@ class TokenHistory:
             self._ids = grown
         self._ids[:, start:end] = ids
         self.count = end
+
+
+class UncountedText:
+    """What models without attention have been fed: their caches have no length that says what is new.
+
+    `generate` feeds all of a prompt then. New ids alone are right; a whole conversation, its beginning
+    included, would be fed once more, after itself.
+    """
+
+    def __init__(self) -> None:
+        self._ids: torch.Tensor | None = None
+        self._count = 0
+        self._root: Place | None = None
+
+    def check(self, call: ModelCall, *, is_warm: bool, is_counted: bool) -> None:
+        """Look at the ids of a forward that begins.
+
+        Args:
+            call: What the stack says of it.
+            is_warm: Whether the cache holds something.
+            is_counted: Whether some layer counts tokens; then there is nothing to do.
+
+        Raises:
+            CacheMismatchError: A prompt begins as the text that was fed already does.
+        """
+        ids = call.input_ids
+        if ids is not None and is_warm and not is_counted and call.is_generating and call.root != self._root:
+            self._check(ids)
+
+    def begin(self, call: ModelCall, *, is_warm: bool, is_counted: bool) -> None:
+        """Count the tokens of a forward that `check` has let pass."""
+        ids = call.input_ids
+        if is_counted or ids is None:
+            return
+        self._root = call.root
+        if not is_warm:
+            self._ids, self._count = ids[:, :_BEGINNING].clone(), 0
+        self._count += ids.shape[1]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make the rows copies of the given old rows."""
+        if self._ids is not None and max(rows) < self._ids.shape[0]:
+            self._ids = self._ids[list(rows)]
+
+    def _check(self, ids: torch.Tensor) -> None:
+        if self._ids is None or ids.shape[0] != self._ids.shape[0] or not 1 < self._count <= ids.shape[1]:
+            return
+        known = self._ids[:, : self._count]
+        if torch.equal(ids[:, : known.shape[1]], known.to(ids.device)):
+            raise CacheMismatchError(
+                f"the prompt of {ids.shape[1]} tokens begins as the {self._count} that the cache was fed "
+                "already do, and the cache of a model without attention does not know which are new. Pass "
+                "the new ids alone, or `cache.reset()` and feed everything"
+            )
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"_root": None}  # a call of the original's

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,15 +50,6 @@ class Undo:
             for name in vars(part).keys() - attributes.keys():
                 delattr(part, name)
             vars(part).update(attributes)
-
-    def save_all(self) -> Callable[[], None]:
-        """Remember what was saved so far. Returns what makes it so again."""
-        saved = dict(self._saved)
-
-        def restore() -> None:
-            self._saved = dict(saved)
-
-        return restore
 
     def clear(self) -> None:
         """Let the objects stay as they are."""

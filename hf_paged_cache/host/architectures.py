@@ -60,12 +60,6 @@ _CHUNK_FAULTS = {
 }
 """Model types that go wrong when several new tokens meet a history, whatever the cache, and why."""
 
-_OUTSIDE_STATES = ("recurrent_gemma",)
-"""Model types that keep a recurrent state in the model, out of a cache's reach."""
-
-_SHORT_MASKS = ("musicgen_melody", "musicgen_melody_decoder")
-"""Model types whose `attention_mask` leaves out the conditioning in front, which is in the cache."""
-
 
 def layer_specs(config: PreTrainedConfig) -> list[tuple[LayerSpec, dict[str, Any]]]:
     """What the config says of each cache layer: its spec, and arguments for the host's own layer class.
@@ -89,8 +83,9 @@ def layer_specs(config: PreTrainedConfig) -> list[tuple[LayerSpec, dict[str, Any
         )
     layer_types, kwargs = get_layer_types_and_kwargs(decoder)
     per_layer = kwargs if isinstance(kwargs, list) else [kwargs] * len(layer_types)
-    shapes = _head_shapes(decoder, len(layer_types))
-    dense = _dense_layers(config, decoder, len(layer_types))
+    shapes, fixed = _head_shapes(decoder, len(layer_types)), fixed_layers(config)
+    # Without an encoder around it, this decoder writes K and V of its cross-attention to the same layers.
+    is_mixed = config.model_type == "musicgen_decoder"
     found = []
     for index, (layer_type, layer_kwargs) in enumerate(zip(layer_types, per_layer, strict=True)):
         if layer_type not in DYNAMIC_LAYER_TYPE_MAPPING:
@@ -101,7 +96,7 @@ def layer_specs(config: PreTrainedConfig) -> list[tuple[LayerSpec, dict[str, Any
         layer_class = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
         # Older versions hand one dict to all layers, so only layers that slide may take a window from it.
         window = layer_kwargs.get("sliding_window") if layer_class in _WINDOWED else None
-        is_paged = layer_class in _PAGED and index not in dense
+        is_paged = layer_class in _PAGED and index not in fixed and not is_mixed
         found.append((LayerSpec(layer_type, window, *shapes[index], is_paged), dict(layer_kwargs)))
     return found + [found[index] for index in _repeated_layers(decoder)]
 
@@ -129,8 +124,8 @@ def chunk_fault(config: PreTrainedConfig) -> str | None:
 
 
 def has_outside_state(config: PreTrainedConfig) -> bool:
-    """Whether a model keeps a recurrent state in itself, and none in the cache."""
-    return config.model_type in _OUTSIDE_STATES
+    """Whether a model keeps a recurrent state in itself, out of a cache's reach."""
+    return bool(config.model_type == "recurrent_gemma")
 
 
 def write_order(config: PreTrainedConfig, count: int) -> list[int]:
@@ -145,18 +140,16 @@ def write_order(config: PreTrainedConfig, count: int) -> list[int]:
 
 
 def has_short_masks(config: object) -> bool:
-    """Whether a model's `attention_mask` leaves out a part of the history on purpose."""
-    return getattr(config, "model_type", None) in _SHORT_MASKS
+    """Whether a model's `attention_mask` leaves out the conditioning in front, which is in the cache."""
+    return getattr(config, "model_type", None) in ("musicgen_melody", "musicgen_melody_decoder")
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Longest sequence the model was made for, if its config says."""
     decoder = config.get_text_config(decoder=True)
-    for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
-        value = getattr(decoder, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    values = (getattr(decoder, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def host_layer(layer_type: str, kwargs: dict[str, Any]) -> Any:
@@ -190,13 +183,6 @@ def can_crop(layer: object) -> bool:
     return False
 
 
-def _dense_layers(config: PreTrainedConfig, decoder: PreTrainedConfig, count: int) -> set[int]:
-    """Layers of attention that do not get K and V of the same new tokens as all the others."""
-    # Without an encoder around it, this decoder writes K and V of its cross-attention to the same layers.
-    is_mixed = config.model_type == "musicgen_decoder"
-    return set(range(count)) if is_mixed else fixed_layers(config)
-
-
 def _repeated_layers(decoder: PreTrainedConfig) -> list[int]:
     """Layers that run several times in one forward, once for each further cache layer they write to."""
     if decoder.model_type != "dory" or decoder.recurrent_kv_cache_mode != "per_loop":
@@ -216,11 +202,8 @@ def _head_shapes(decoder: PreTrainedConfig, count: int) -> list[tuple[int | None
 
 
 def _int_of(config: PreTrainedConfig, *names: str) -> int | None:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    return None
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 _POSITION_FREE = ("bloom", "t5", "mt5", "umt5", "switch_transformers", "longt5")

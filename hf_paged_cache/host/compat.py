@@ -1,4 +1,4 @@
-"""Everything that depends on the version of `transformers`, or on names it does not promise to keep."""
+"""Names of `transformers` that it does not promise to keep, and what depends on its version."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import copyreg
 import inspect
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
 import torch
-import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers import masking_utils as _masking
@@ -23,12 +21,10 @@ from transformers.utils import output_capturing as _capturing
 
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 
-from . import running_forward
+from . import VERSION
+from .frames import module_of
 
-_CROP_KEEPS_WHEN_POSITIVE = Version(transformers.__version__) < Version("5.18")
-
-
-# --- configs ------------------------------------------------------------------------------------------------
+_CROP_KEEPS_WHEN_POSITIVE = Version("5.18") > VERSION
 
 
 def resolve_config(config_or_model: object) -> tuple[PreTrainedConfig, torch.nn.Module | None]:
@@ -56,49 +52,10 @@ def expected_device(model: torch.nn.Module | None) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-# --- the cache's contract -----------------------------------------------------------------------------------
-
-
 def cache_argument(model: torch.nn.Module) -> str:
     """What a model's forward and `generate` call a cache: transformers renamed both together."""
     accepted = inspect.signature(type(model).forward).parameters
     return "cache" if "cache" in accepted else "past_key_values"
-
-
-class CachedLength(int):
-    """A cache's length, which looks at what `generate` is about to slice from a prompt.
-
-    `generate` feeds the last `prompt length - cached length` tokens of a prompt. When the cache holds as many
-    tokens as the prompt has, or more, that number is not positive, and as a Python slice it silently picks
-    wrong tokens; and nothing says that the prompt begins with what is cached.
-
-    Attributes:
-        meet: Given the tokens of a prompt, its ids and the model, if they are known: how many to feed.
-    """
-
-    meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]]
-
-    def __new__(
-        cls,
-        tokens: int,
-        meet: weakref.WeakMethod[Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]],
-    ) -> CachedLength:
-        """A length of so many tokens."""
-        length = super().__new__(cls, tokens)
-        length.meet = meet
-        return length
-
-    def __rsub__(self, other: int) -> int:
-        meet = self.meet()
-        if meet is None or not running_forward.is_generation(depth=1):
-            return int(other) - int(self)
-        return meet(int(other), *running_forward.prompt_of(depth=1))
-
-    def __hash__(self) -> int:
-        return int.__hash__(self)
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
 
 
 def tokens_to_remove(argument: int, length: int) -> int:
@@ -116,9 +73,6 @@ def tokens_to_remove(argument: int, length: int) -> int:
         f"crop takes minus the number of tokens to remove, got {argument}; "
         f"to keep {argument} of {length} tokens: `cache.crop({min(0, argument - length)})`"
     )
-
-
-# --- attention ----------------------------------------------------------------------------------------------
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -162,7 +116,7 @@ def pickle_with(config_class: type, plain_name: Callable[[str], str]) -> None:
     def reduce(config: Any) -> Any:
         make, arguments, state, *rest = config.__reduce_ex__(2)
         name = state.get(_IMPLEMENTATION)
-        if name is not None and not running_forward.is_copying(depth=1):
+        if name is not None and module_of(sys._getframe(1)) != "copy":
             state = state | {_IMPLEMENTATION: plain_name(name)}
         return make, arguments, state, *rest
 
@@ -175,23 +129,17 @@ def attention_function(implementation: str, module: torch.nn.Module) -> Callable
     Raises:
         CacheMismatchError: The module's own eager function cannot be found.
     """
-    if implementation != "eager":
-        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
-        return function
-    module_class: Any = type(module)
-    found: Callable[..., Any] = _eager_function(module_class)
-    return found
+    if implementation == "eager":
+        return _eager_function(type(module))
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
+    return function
 
 
 def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """Whether somebody will read the weights that the attention function of a module returns.
 
     The host records them with hooks on its modules, and most of its modules are not told so. Other people's
-    hooks see them too.
-
-    Args:
-        module: The attention module.
-        kwargs: What it passes to the attention function.
+    hooks see them too. `kwargs` are what the module passes to the attention function.
     """
     if kwargs.get("output_attentions"):
         return True
@@ -200,9 +148,8 @@ def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
         recorded = collector.global_var
     else:
         recorded = collector.get()
-        if any(
-            getattr(hook, "__module__", "") != _capturing.__name__ for hook in module._forward_hooks.values()
-        ):
+        hooks = module._forward_hooks.values()
+        if any(getattr(hook, "__module__", "") != _capturing.__name__ for hook in hooks):
             return True
     return any("attention" in name for name in recorded or ())
 
@@ -221,46 +168,38 @@ def is_plain_causal(mask_function: object) -> bool:
 _eager_functions: dict[type, Callable[..., Any]] = {}
 
 
-def _eager_function(module_class: type) -> Callable[..., Any]:
+def _eager_function(module_class: type[torch.nn.Module]) -> Callable[..., Any]:
     """Eager attention is no registered name: every modeling file has its own."""
     if module_class in _eager_functions:  # no functools.cache: compiled steps come by here
         return _eager_functions[module_class]
-    forward: Any = module_class.forward  # type: ignore[attr-defined]  # every torch module has one
-    files = [forward.__module__, *(base.__module__ for base in module_class.__mro__)]
-    for file in files:
+    for file in (module_class.forward.__module__, *(base.__module__ for base in module_class.__mro__)):
         function = getattr(sys.modules.get(file), "eager_attention_forward", None)
         if function is not None:
-            _eager_functions[module_class] = function
-            return function  # type: ignore[no-any-return]  # the host is untyped
+            return _eager_functions.setdefault(module_class, function)
     raise CacheMismatchError(
         f"{module_class.__name__} has no `eager_attention_forward` beside it, so its eager attention cannot "
         "be called; load the model with attn_implementation='sdpa'"
     )
 
 
-def attention_configs(
-    config: PreTrainedConfig, model: torch.nn.Module | None
-) -> Iterator[tuple[PreTrainedConfig, str]]:
+def attention_configs(config_or_model: object) -> Iterator[tuple[PreTrainedConfig, str]]:
     """The configs that attention layers read their implementation from, each with its modeling file.
 
     With a model these are the configs its attention modules hold (an encoder-decoder gives its decoder a copy
     that the model's own config does not lead to); with a config alone, that config's text part.
     """
+    config, model = resolve_config(config_or_model)
     if model is None:
         decoder = config.get_text_config(decoder=True)
         target = decoder if any(value is decoder for value in vars(config).values()) else config
         yield target, type(target).__module__.replace("configuration_", "modeling_")
         return
-    seen: set[int] = set()
+    found: dict[int, tuple[PreTrainedConfig, str]] = {}
     for module in model.modules():
         held = getattr(module, "config", None)
-        if (
-            isinstance(held, PreTrainedConfig)
-            and getattr(module, "layer_idx", None) is not None
-            and id(held) not in seen
-        ):
-            seen.add(id(held))
-            yield held, type(module).__module__
+        if isinstance(held, PreTrainedConfig) and getattr(module, "layer_idx", None) is not None:
+            found.setdefault(id(held), (held, type(module).__module__))
+    yield from found.values()
 
 
 @cache
@@ -279,6 +218,4 @@ def dispatches_attention(modeling_module: str, implementation: str) -> bool:
     compared = re.findall(
         r"_attn_implementation\s*(?:==|!=|in|not in)\s*(\([^)]*\)|\[[^\]]*\]|[\"'][^\"']*[\"'])", source
     )
-    return not any(
-        f'"{implementation}"' in literal or f"'{implementation}'" in literal for literal in compared
-    )
+    return not any(re.search(f"[\"']{implementation}[\"']", literal) for literal in compared)

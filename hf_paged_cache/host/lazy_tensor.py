@@ -1,9 +1,12 @@
-"""Tensors that stand for others: they become dense only if somebody looks, and nobody writes to them."""
+"""Tensors that stand for others: they become dense only if somebody looks, and nobody writes to them.
+
+And the plain tensors behind what wraps them, as whoever counts bytes needs them (`plain_tensors`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
@@ -22,11 +25,16 @@ class LazyTensor(torch.Tensor):
     every part of it that an operation returns (a slice, a transpose).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     # Operators reach __torch_dispatch__ without this detour through Python.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of_shape(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
+        """A shape, and nothing behind it; what it stands for is told by attributes of the class."""
+        tensor: Self = _make_wrapper(cls, shape, dtype=dtype, device=device)
+        # Whoever takes the address of what is not there gets an error, and not a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        return tensor
 
     def dense(self) -> torch.Tensor:
         """The ordinary tensor."""
@@ -47,7 +55,9 @@ class LazyTensor(torch.Tensor):
         origins: dict[int, str] = {}  # of the memory that must not be written
 
         def read(lazy: LazyTensor) -> torch.Tensor:
-            tensor = _laid_out(lazy)
+            tensor = lazy.dense()
+            if tensor.stride() != lazy.stride():  # by which it was decided what an operator may do
+                tensor = tensor.contiguous()
             origins[tensor.untyped_storage().data_ptr()] = lazy.origin()
             return tensor
 
@@ -55,7 +65,7 @@ class LazyTensor(torch.Tensor):
             if result.layout is not torch.strided:
                 return result
             origin = origins.get(result.untyped_storage().data_ptr())
-            return result if origin is None else ReadOnlyTensor(result, origin)
+            return result if origin is None else ReadOnlyTensor.of(result, origin)
 
         args, kwargs = (_mapped(LazyTensor, read, given) for given in (args, kwargs))
         return _mapped(torch.Tensor, protect, func(*args, **kwargs))
@@ -110,8 +120,8 @@ class ReadOnlyTensor(LazyTensor):
     _origin: str
     _dense: torch.Tensor
 
-    @staticmethod
-    def __new__(cls, part: torch.Tensor, origin: str) -> ReadOnlyTensor:
+    @classmethod
+    def of(cls, part: torch.Tensor, origin: str) -> ReadOnlyTensor:
         """The same tensor for reading; `origin` says in messages what it is of."""
         tensor: ReadOnlyTensor = _make_subclass(cls, part)
         tensor._dense, tensor._origin = part, origin
@@ -131,10 +141,19 @@ def dense(tensor: Any) -> Any:
     return tensor.dense() if isinstance(tensor, LazyTensor) and not tensor.requires_grad else tensor
 
 
-def _laid_out(tensor: LazyTensor) -> torch.Tensor:
-    """The dense tensor, laid out as the lazy one says: what an operator may do was decided by its strides."""
-    made = tensor.dense()
-    return made if made.stride() == tensor.stride() else made.contiguous()
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors inside tuples, lists, dicts, and tensors that are made of others."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from plain_tensors([getattr(value, name) for name in names])
+        else:
+            yield value
+    elif isinstance(value, dict):
+        yield from plain_tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from plain_tensors(item)
 
 
 def _mapped(kind: type[_Tensor], function: Callable[[_Tensor], Any], value: Any) -> Any:
@@ -146,16 +165,6 @@ def _mapped(kind: type[_Tensor], function: Callable[[_Tensor], Any], value: Any)
     if isinstance(value, dict):
         return {name: _mapped(kind, function, item) for name, item in value.items()}
     return value
-
-
-def make_wrapper(
-    cls: type[LazyTensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Any:
-    """A tensor of a lazy class: a shape, and nothing behind it."""
-    tensor = _make_wrapper(cls, shape, dtype=dtype, device=device)
-    # Whoever takes the address of what is not there gets an error, and not a null pointer.
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
-    return tensor
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,17 +1,14 @@
-"""What every kernel is given: one layer's blocks, and the question asked of them.
-
-Backends (`reference`, `torch`, `cpp`, `triton`) share these signatures; none of them knows of caches or
-models.
-"""
+"""Arguments of every kernel: one layer's blocks, and the question asked of them. No caches, no models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hf_paged_cache.formats import RecordFormat
+if TYPE_CHECKING:
+    from hf_paged_cache.formats import RecordFormat
 
 NULL_BLOCK = -1
 """Table entry of a block that is not stored. Kernels neither write nor attend its tokens."""
@@ -19,12 +16,12 @@ NULL_BLOCK = -1
 _Entry = TypeVar("_Entry", int, torch.Tensor)
 
 
-def dense_entry(slot: _Entry) -> _Entry:
-    """Table entry of a block of a quantized layer that is stored as it came, in a slot of `keys`/`values`.
+def dense_entry(index: _Entry) -> _Entry:
+    """Table entry of a residual block of a quantized layer, one that is stored as it came in `keys`/`values`.
 
     Such entries lie below `NULL_BLOCK`, and the function is its own inverse.
     """
-    return -2 - slot
+    return -2 - index
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +56,7 @@ class LayerBlocks:
     ```
 
     A quantized layer has `records` too. Then an entry >= 0 of the table names a record, and one below
-    `NULL_BLOCK` a slot of `keys` and `values`, which hold the few blocks in the model's own dtype:
+    `NULL_BLOCK` a residual block, of the few in the model's own dtype that `keys` and `values` hold:
 
     ```
     table  [ -2    7    3   -1   -3 ]
@@ -88,9 +85,9 @@ class LayerBlocks:
         offsets: None, or int32 `[batch]` on the device of the table: how many columns a row begins later than
             the batch. Those columns are neither stored nor attended, without a mask that says so, and read as
             zeros; a query in one sees nothing.
-        native: A backend's own prepared form of this object (e.g. a C struct). It keeps what it points to,
-            and is made anew when a tensor above was replaced.
-        choice: The dispatcher's note of the backend that serves blocks of this dtype, device and layout.
+        native: This object as a backend takes it (e.g. a C struct). It keeps what it points to, and is made
+            anew when a tensor above was replaced.
+        choice: The dispatcher's note of the backend that serves these blocks; None until they are used.
     """
 
     keys: torch.Tensor
@@ -106,7 +103,7 @@ class LayerBlocks:
     choice: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # A backend's form points into these very tensors, and a copy has others.
+        # What a backend prepared points into these very tensors, and a copy has others.
         kept = ("keys", "values", "table", "lengths", "records", "form", "offsets", "dense_columns", "fault")
         return None, {name: getattr(self, name) for name in kept} | {"native": None, "choice": None}
 

@@ -1,23 +1,27 @@
 """Attention of many new tokens over stored history and over each other.
 
 The new tokens' K and V are attended in the model's own precision, as they came out of the projections; the
-history is read from its blocks; the parts are merged by log-sum-exp. A backend may bring kernels for both.
-Without, torch's own attend it chunk by chunk. On CPU this beats masked SDPA over dense K/V: the history needs
-no mask, and no head is repeated.
+history is read from its blocks; both are merged by log-sum-exp. A backend may bring kernels for them.
+Without, torch's own attend the history chunk by chunk. On CPU this beats masked SDPA over dense K/V: the
+history needs no mask, and no head is repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import dispatch
-from .call import Attention, LayerBlocks
-from .torch import partial_softmax, torch_kernels
+from .call import Attention
+from .torch import torch_kernels
 from .torch.masking import accumulate_dtype, additive, all_over, both, causal_visible, read_mask
-from .torch.partial_softmax import Part
+from .torch.partial_softmax import Partial, attend, has_flash, split_heads
+
+if TYPE_CHECKING:
+    from .call import LayerBlocks
 
 CHUNK_TOKENS = 2048
 """Stored tokens that are dense at one time."""
@@ -66,11 +70,8 @@ def attend_with_history(
         `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
         nothing.
     """
-    dtype, history = query.dtype, history_end - history_start
+    history = history_end - history_start
     read = read_mask(query, mask, history + query.shape[2])
-    a = Attention(
-        query, history_start, history_end, scale, window=window, softcap=softcap, queries_are_last=False
-    )
     (old_visible, new_visible), (old_bias, new_bias) = (
         (None, None) if x is None else (x[..., :history], x[..., history:]) for x in (read.visible, read.bias)
     )
@@ -79,106 +80,91 @@ def attend_with_history(
         begun = columns >= blocks.offsets[:, None]
         if not (begun.is_cpu and begun.all()):
             new_visible = both(new_visible, begun[:, None, None])
-    kernels = dispatch.prefill_backend(blocks)
-    if kernels is not None:
-        a.query = read.query
-        part = kernels.attend_fresh(a, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
-        if history:
-            part = kernels.attend_history(blocks, a, old_visible, old_bias).merge(part)
-        return torch_kernels.with_sinks(part, sinks, read.taken).tokens_first(dtype)
-    grouped = partial_softmax.split_heads(read.query.contiguous(), blocks.keys.shape[1])
-    part = _attend_fresh(a, grouped, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
+    own = dispatch.prefill_backend(blocks)
+    attend_fresh, attend_history = (
+        (_attend_fresh, _attend_history) if own is None else (own.attend_fresh, own.attend_history)
+    )
+    a = Attention(
+        *(read.query.contiguous() if own is None else read.query, history_start, history_end, scale),
+        window=window,
+        softcap=softcap,
+        queries_are_last=False,
+    )
+    partial = attend_fresh(a, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
     if history:
-        part = _attend_history(blocks, a, read.query, grouped, old_visible, old_bias).merge(part)
-    return torch_kernels.with_sinks(part, sinks, read.taken).tokens_first(dtype)
+        partial = attend_history(blocks, a, old_visible, old_bias).merge(partial)
+    return torch_kernels.with_sinks(partial, sinks, read.taken).tokens_first(query.dtype)
 
 
 def _attend_history(
-    blocks: LayerBlocks,
-    a: Attention,
-    query: torch.Tensor,
-    grouped: torch.Tensor,
-    visible: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> Part:
-    """Attention over the stored tokens; `grouped` is `query`, its heads split by kv head."""
-    is_float64 = accumulate_dtype(query) == torch.float64  # which a log-sum-exp in float32 would spoil
-    if blocks.records is not None and query.shape[2] <= MAX_DECODE_TOKENS and not is_float64:
+    blocks: LayerBlocks, a: Attention, visible: torch.Tensor | None, bias: torch.Tensor | None
+) -> Partial:
+    """As `PrefillBackend.attend_history`."""
+    kv_heads = blocks.keys.shape[1]
+    is_float64 = accumulate_dtype(a.query) == torch.float64  # which a log-sum-exp in float32 would spoil
+    if blocks.records is not None and a.query.shape[2] <= MAX_DECODE_TOKENS and not is_float64:
         mask = visible if bias is None else additive(visible, bias, torch.float32)
-        question = replace(a, query=query, mask=mask)
-        out, lse = dispatch.decode(blocks, question, return_lse=True)
-        heads = blocks.keys.shape[1]
-        return Part(
-            partial_softmax.split_heads(out.transpose(1, 2), heads), partial_softmax.split_heads(lse, heads)
-        )
+        out, lse = dispatch.decode(blocks, replace(a, mask=mask), return_lse=True)
+        assert lse is not None, "it was asked for"
+        return Partial(split_heads(out.transpose(1, 2), kv_heads), split_heads(lse, kv_heads))
+    chunk_tokens = CHUNK_TOKENS
+    if not has_flash(a.query, a.softcap):
+        # Below 256 tokens, merging chunks would cost as much as attending them.
+        chunk_tokens = min(chunk_tokens, max(256, torch_kernels.scored_tokens(a)))
+    query = split_heads(a.query, kv_heads)
     return torch_kernels.attend_blocks(
-        blocks, a, grouped, visible, bias, chunk_tokens=_chunk_tokens(a), read=dispatch.gather
+        blocks, a, query, visible, bias, chunk_tokens=chunk_tokens, read=dispatch.gather
     )
 
 
 def _attend_fresh(
     a: Attention,
-    query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     visible: torch.Tensor | None,
     bias: torch.Tensor | None,
     is_causal: bool,
-) -> Part:
-    """Attention among the fresh tokens, in strips of queries.
+) -> Partial:
+    """As `PrefillBackend.attend_fresh`, in strips of queries.
 
     Strips keep temporaries small, and spare keys that come after all of a strip's queries: torch's kernel
     computes tiles of 512 keys, seen or not.
     """
-    triangle = causal_visible(query.shape[3], query.device)
+    q_tokens = a.query.shape[2]
+    triangle = causal_visible(q_tokens, a.query.device)
     if is_causal and visible is not None:
         visible = visible & triangle
-    if a.window is not None and a.window < query.shape[3]:
+    if a.window is not None and a.window < q_tokens:
         visible = both(visible, ~triangle.tril(-a.window))
     if visible is not None and bias is None and visible.is_cpu and all_over(visible == triangle, 0, 1, 2, 3):
         visible, is_causal = None, True  # masks of the host say causality in their own way
     if is_causal and (visible is not None or bias is not None):
         visible = both(visible, triangle)
-    strips = [
-        _attend_strip(a, query, keys, values, visible, bias, is_causal, start, end)
-        for start, end in _strips(a)
-    ]
+    query = split_heads(a.query, keys.shape[1])
+
+    def attend_strip(start: int, end: int) -> Partial:
+        def among(first: int, last: int, *, causal: bool = False) -> Partial:
+            return attend(
+                query[..., start:end, :],
+                keys[:, :, first:last],
+                values[:, :, first:last],
+                scale=a.scale,
+                softcap=a.softcap,
+                visible=_window_of(visible, start, end, first, last),
+                bias=_window_of(bias, start, end, first, last),
+                causal=causal,
+            )
+
+        if not is_causal or visible is not None:
+            return among(0, end if is_causal else keys.shape[2])
+        diagonal = among(start, end, causal=True)
+        return diagonal if start == 0 else diagonal.merge(among(0, start))
+
+    strips = [attend_strip(start, end) for start, end in _strips(a)]
     if len(strips) == 1:
         return strips[0]
-    return Part(torch.cat([s.out.to(s.lse.dtype) for s in strips], 3), torch.cat([s.lse for s in strips], 3))
-
-
-def _attend_strip(
-    a: Attention,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    is_causal: bool,
-    start: int,
-    end: int,
-) -> Part:
-    """Attention of the fresh queries `[start, end)`; `visible`, where there is one, says causality too."""
-
-    def attend(first: int, last: int, causal: bool) -> Part:
-        return partial_softmax.attend(
-            query[..., start:end, :],
-            keys[:, :, first:last],
-            values[:, :, first:last],
-            scale=a.scale,
-            softcap=a.softcap,
-            visible=_window_of(visible, start, end, first, last),
-            bias=_window_of(bias, start, end, first, last),
-            causal=causal,
-        )
-
-    if not is_causal:
-        return attend(0, keys.shape[2], False)
-    if visible is not None:
-        return attend(0, end, False)
-    own = attend(start, end, True)
-    return own if start == 0 else own.merge(attend(0, start, False))
+    out = torch.cat([strip.out.to(strip.lse.dtype) for strip in strips], 3)
+    return Partial(out, torch.cat([strip.lse for strip in strips], 3))
 
 
 def _window_of(x: torch.Tensor | None, start: int, end: int, first: int, last: int) -> torch.Tensor | None:
@@ -187,19 +173,8 @@ def _window_of(x: torch.Tensor | None, start: int, end: int, first: int, last: i
 
 
 def _strips(a: Attention) -> Iterator[tuple[int, int]]:
-    batch, q_heads, q_tokens, _ = a.query.shape
-    strip_tokens = STRIP_TOKENS
-    if not partial_softmax.has_flash(a.query, a.softcap):
-        fitting = torch_kernels.SCORE_BYTES // (batch * q_heads * q_tokens * 4)
-        strip_tokens = max(16, min(strip_tokens, fitting))
-    for start in range(0, q_tokens, strip_tokens):
-        yield start, min(start + strip_tokens, q_tokens)
-
-
-def _chunk_tokens(a: Attention) -> int:
-    if partial_softmax.has_flash(a.query, a.softcap):
-        return CHUNK_TOKENS
-    batch, q_heads, q_tokens, _ = a.query.shape
-    # Below 256 tokens, merging chunks would cost as much as attending them.
-    fitting = torch_kernels.SCORE_BYTES // (batch * q_heads * q_tokens * 4)
-    return min(CHUNK_TOKENS, max(256, fitting))
+    q_tokens, step = a.query.shape[2], STRIP_TOKENS
+    if not has_flash(a.query, a.softcap):
+        step = max(16, min(step, torch_kernels.scored_tokens(a)))
+    for start in range(0, q_tokens, step):
+        yield start, min(start + step, q_tokens)

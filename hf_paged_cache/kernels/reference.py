@@ -1,16 +1,20 @@
-"""The meaning of every kernel, in loops: slow, obvious, and what the fast backends are held to.
-
-Nothing that a query may not see is ever read into its sum, so whatever lies in unused slots cannot leak.
-"""
+"""The meaning of every kernel (`backend.Backend`) in loops: slow, obvious, what fast backends are held to."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_paged_cache.errors import UnstorableValueError
-from hf_paged_cache.formats import LARGEST_VALUE, RecordFormat
+from hf_paged_cache.formats.codec import LARGEST_VALUE
 
-from .call import NULL_BLOCK, Attention, LayerBlocks, dense_entry
+from .call import NULL_BLOCK, dense_entry
+
+if TYPE_CHECKING:
+    from hf_paged_cache.formats import RecordFormat
+
+    from .call import Attention, LayerBlocks
 
 ACCUMULATE_DTYPE = torch.float32
 """What sums are kept in. Tests set float64; float64 queries are always summed in float64."""
@@ -27,21 +31,7 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens, those of columns `start, start + 1, ...` of every row.
-
-    Tokens that fall into a null block, or stand before a row begins, are dropped. Records get whole blocks,
-    unless their format is per token.
-
-    Args:
-        blocks: Changed in place.
-        key_states: `[batch, kv_heads, tokens, head_dim]`.
-        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Column of the first new token.
-
-    Raises:
-        UnstorableValueError: A quantized layer got NaN, infinity, or a magnitude above
-            `formats.LARGEST_VALUE`. Nothing was written.
-    """
+    """As `Backend.write`."""
     batch, _, tokens, _ = key_states.shape
     if blocks.records is not None:
         check_storable(blocks, key_states, value_states, start)
@@ -68,8 +58,8 @@ def _entry_and_slot(blocks: LayerBlocks, row: int, column: int) -> tuple[int, in
     position = column if blocks.offsets is None else column - int(blocks.offsets[row])
     if position < 0:
         return NULL_BLOCK, 0
-    place, slot = divmod(position, blocks.block_size)
-    return int(blocks.table[row, place]), slot
+    logical_block, slot = divmod(position, blocks.block_size)
+    return int(blocks.table[row, logical_block]), slot
 
 
 def check_storable(
@@ -94,11 +84,7 @@ def unstorable(name: str) -> UnstorableValueError:
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns `[start, end)` as dense tensors; null blocks, and columns before a row begins, read as zeros.
-
-    Returns:
-        Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, copies.
-    """
+    """As `dispatch.gather`."""
     keys, values = _stored(blocks, start, end)
     return keys.to(blocks.keys.dtype), values.to(blocks.values.dtype)
 
@@ -128,19 +114,8 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
 
 def decode(
     blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attend the stored tokens `[a.start, a.end)`.
-
-    Args:
-        blocks: Keys and values. Not changed.
-        a: The question; every field is honoured.
-        return_lse: Also return the log-sum-exp that merges this answer with another part's.
-
-    Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
-        nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
-        denominator, the sink included; -inf where there is neither a visible token nor a sink.
-    """
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `Backend.decode`."""
     batch, q_heads, q_tokens, _ = a.query.shape
     dtype = torch.float64 if a.query.dtype == torch.float64 else ACCUMULATE_DTYPE
     keys, values = _stored(blocks, a.start, a.end)
@@ -152,28 +127,21 @@ def decode(
         for head in range(q_heads):
             sink = None if a.sinks is None else a.sinks[head].to(dtype)
             for i in range(q_tokens):
-                seen = visible[row, head, i].nonzero()[:, 0]
-                scores = keys[row, head // group, seen].to(dtype) @ a.query[row, head, i].to(dtype) * a.scale
+                shown = visible[row, head, i].nonzero()[:, 0]
+                scores = keys[row, head // group, shown].to(dtype) @ a.query[row, head, i].to(dtype) * a.scale
                 if a.softcap is not None:
                     scores = a.softcap * torch.tanh(scores / a.softcap)
-                scores = scores + bias[row, head, i, seen]
+                scores = scores + bias[row, head, i, shown]
                 logits = scores if sink is None else torch.cat([scores, sink[None]])
                 lse[row, head, i] = torch.logsumexp(logits, dim=0) if len(logits) else -torch.inf
                 # softmax, not exp(score - lse): a mask of finfo.min swallows the scores, and lse with them.
-                weights = torch.softmax(logits, dim=0)[: len(seen)]
-                out[row, i, head] = weights @ values[row, head // group, seen].to(dtype)
-    out = out.to(a.query.dtype)
-    return (out, lse.float()) if return_lse else out
+                weights = torch.softmax(logits, dim=0)[: len(shown)]
+                out[row, i, head] = weights @ values[row, head // group, shown].to(dtype)
+    return out.to(a.query.dtype), lse.float() if return_lse else None
 
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
-    """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
-
-    Args:
-        pool: `[num_blocks, ...]`, changed in place.
-        src: Block ids to read.
-        dst: As many distinct block ids to overwrite.
-    """
+    """As `Backend.copy_blocks`."""
     contents = [pool[source].clone() for source in src]
     for content, target in zip(contents, dst, strict=True):
         pool[target] = content
@@ -187,16 +155,7 @@ def encode_blocks(
     slots: list[int],
     ids: list[int],
 ) -> None:
-    """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
-
-    Args:
-        form: What the bytes of the records mean.
-        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
-        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
-        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
-        slots: Slots to read.
-        ids: As many distinct records to overwrite.
-    """
+    """As `Backend.encode_blocks`."""
     for slot, block_id in zip(slots, ids, strict=True):
         form.encode(keys[slot], values[slot], records[block_id])
 
@@ -209,10 +168,7 @@ def decode_blocks(
     slots: list[int],
     ids: list[int],
 ) -> None:
-    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` is.
-
-    Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
-    """
+    """As `Backend.decode_blocks`."""
     for slot, block_id in zip(slots, ids, strict=True):
         keys[slot], values[slot] = form.decode(records[block_id])
 

@@ -1,20 +1,24 @@
-"""How many blocks the pools of a cache get."""
+"""Sizes of pools, in blocks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from hf_paged_cache.config import LayerSpec, PagedCacheConfig
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host import running_forward
+from hf_paged_cache.host import generation
 
 from .device.memory import free_memory_bytes, total_memory_bytes
-from .pool import KVPool, PoolShape
-from .precision import Precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+
+    from .pool_tensors import PoolShape
+    from .precision import Precision
+    from .window_store import WindowStore
 
 _DEFAULT_TOKENS = 8192
 """Tokens per sequence for a config that names no `max_position_embeddings`."""
@@ -110,45 +114,54 @@ class Capacity:
         """Tokens of rows that begin with so many; None if they may as well be full."""
         if self.is_asked_for or not _is_taken_at_once(device):
             return None
-        return max(running_forward.generated_length() or tokens + _RESERVE_TOKENS, tokens)
+        return max(generation.generated_length() or tokens + _RESERVE_TOKENS, tokens)
 
-    def grown_blocks(self, num_blocks: int, window: int | None, rows: int, pools: Sequence[KVPool]) -> int:
-        """What a pool that is too small grows to, where no more is missing.
+    def grown_blocks(self, store: WindowStore, missing: int, at_least: int) -> int:
+        """What a store grows to that lacks so many blocks; it may be too few.
 
         Args:
-            num_blocks: That it has.
-            window: Of its layers. What they take for a chunk is given back, so it is no more than that.
-            rows: Of all caches that share it.
-            pools: Its tensors.
+            store: Of rows of all its holders.
+            missing: Blocks that are wanted now.
+            at_least: Blocks that it may have in any case.
         """
-        if window is not None:
-            return rows * self.window_blocks(window)
-        if not self.is_asked_for and (length := running_forward.generated_length()) is not None:
+        rows = store.num_rows
+        wanted = max(self._enough_blocks(store, rows), store.num_blocks + missing)
+        return min(wanted, max(self._ceiling_blocks(store, rows), at_least))
+
+    def _enough_blocks(self, store: WindowStore, rows: int) -> int:
+        """What a store grows to where no more is missing."""
+        if store.window is not None:  # what layers take for a chunk is given back, so it is no more than that
+            return rows * self.window_blocks(store.window)
+        if not self.is_asked_for and (length := generation.generated_length()) is not None:
             return rows * -(-length // self._config.block_size)
-        if _grow_in_place(pools):
-            return num_blocks + rows * -(-_RESERVE_TOKENS // self._config.block_size)
-        return 2 * num_blocks
+        if _grows_in_place(store):
+            return store.num_blocks + rows * -(-_RESERVE_TOKENS // self._config.block_size)
+        return 2 * store.num_blocks
 
-    def shared_blocks(self, window: int | None, pools: Sequence[KVPool], rows: int) -> int:
-        """Blocks of a group whose pools serve so many rows of several caches."""
-        wanted = self._full_blocks(rows, self._config.block_size_of(window))
-        if window is not None:
+    def shared_blocks(self, store: WindowStore) -> int:
+        """Blocks of a store that another cache has joined."""
+        rows = sum(max(1, holder.manager.batch) for holder in store.holders)
+        wanted, ceiling = self._full_blocks(rows, store.block_size), self._ceiling_blocks(store, rows)
+        if store.window is not None:
             # Some cache may take a chunk while another is writing, and the pool cannot grow.
-            wanted = min(wanted, rows * 2 * self.window_blocks(window))
-        return min(wanted, self.ceiling_blocks(window, pools, rows))
+            wanted = min(wanted, rows * 2 * self.window_blocks(store.window))
+        wanted = min(wanted, ceiling)
+        if wanted <= store.num_blocks:
+            return store.num_blocks
+        return max(wanted, min(2 * store.num_blocks, ceiling))
 
-    def ceiling_blocks(self, window: int | None, pools: Sequence[KVPool], batch: int) -> int:
-        """Blocks that a group may have: what full rows take, cut to the memory.
+    def _ceiling_blocks(self, store: WindowStore, rows: int) -> int:
+        """Blocks that a store may have: what full rows take, cut to the memory.
 
-        A pool is sized for the rows it starts with. Rows that were repeated, and windows that are kept for a
+        It is sized for the rows it starts with. Rows that were repeated, and windows that are kept for a
         roll-back, can want more than that, up to what was asked for.
         """
-        full = self._full_blocks(batch, self._config.block_size_of(window))
-        block_bytes = sum(pool.bytes_per_block for pool in pools)
+        full = self._full_blocks(rows, store.block_size)
+        block_bytes = sum(tensors.bytes_per_block for tensors in store.tensors)
         if self.is_asked_for or not block_bytes:
             return full
-        budget = self._config.gpu_memory_utilization * free_memory_bytes(pools[0].shape.device)
-        held = pools[0].storage.tensors[0].shape[0] if _grow_in_place(pools) else 0
+        budget = self._config.gpu_memory_utilization * free_memory_bytes(store.tensors[0].shape.device)
+        held = store.tensors[0].num_blocks if _grows_in_place(store) else 0
         return min(full, held + int(budget / block_bytes))
 
     def _check_memory(self, wanted_bytes: int, batch: int, device: torch.device) -> None:
@@ -183,8 +196,8 @@ class Capacity:
         return -(-(window - 1) // self._config.block_size_of(window)) + 1
 
 
-def _grow_in_place(pools: Sequence[KVPool]) -> bool:
-    return bool(pools) and all(pool.storage.grows_in_place for pool in pools)
+def _grows_in_place(store: WindowStore) -> bool:
+    return bool(store.tensors) and all(tensors.grows_in_place for tensors in store.tensors)
 
 
 def _is_taken_at_once(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Looks at the K of layers that are stored in 4 bits, before the first of it becomes bytes.
+"""The guard of layers whose K are stored in 4 bits: a look at them before the first becomes bytes.
 
 Keys of some models are so uneven that 4 bits lose what attention goes by. That shows in the error of K
 itself, measured against how much K differs from token to token: what all tokens of a block have in common
@@ -8,13 +8,15 @@ does not change a softmax.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_paged_cache.errors import QuantizationError
-from hf_paged_cache.formats import KVFormat, with_keys_in_int8
 from hf_paged_cache.kernels.autocast import without_autocast
+
+if TYPE_CHECKING:
+    from hf_paged_cache.formats import KVFormat
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -28,20 +30,12 @@ _ALIKE = 1e-4
 """Tokens that differ by less than this share of their norm count as one and the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A layer whose K are unfit for their format.
-
-    Attributes:
-        better: The format that it should have.
-        found: What was found, a sentence without its end.
-    """
-
-    better: KVFormat
-    found: str
+def concerns(kv_format: KVFormat | None) -> bool:
+    """Whether layers of a format are looked at."""
+    return kv_format is not None and kv_format.keys.bits <= 4
 
 
-def key_error(form: KVFormat, keys: torch.Tensor) -> float:
+def key_error(kv_format: KVFormat, keys: torch.Tensor) -> float:
     """The error that storing full blocks of K would bring, in the head that it hurts most.
 
     Both the error and K themselves are taken without their mean over the tokens of a block. A head's error is
@@ -49,7 +43,7 @@ def key_error(form: KVFormat, keys: torch.Tensor) -> float:
     than all others do not hide what they do to them.
 
     Args:
-        form: How.
+        kv_format: How.
         keys: `[blocks, kv_heads, block_size, head_dim]`.
 
     Returns:
@@ -57,8 +51,8 @@ def key_error(form: KVFormat, keys: torch.Tensor) -> float:
     """
     wide = keys.float()
     with without_autocast(wide):
-        codes, params = form.keys.encode(wide)
-        error = form.keys.decode(codes, params, keys.shape[-1]) - wide
+        codes, params = kv_format.keys.encode(wide)
+        error = kv_format.keys.decode(codes, params, keys.shape[-1]) - wide
     varied = wide - wide.mean(-2, keepdim=True)
     error = error - error.mean(-2, keepdim=True)
     error, varied, size = (x.norm(dim=-1).median(dim=-1).values for x in (error, varied, wide))
@@ -66,46 +60,28 @@ def key_error(form: KVFormat, keys: torch.Tensor) -> float:
     return float((error / torch.maximum(varied, _ALIKE * size).clamp(min=1e-30)).mean(0).max())
 
 
-class KeyErrorGuard:
-    """Moves the K of layers that are unfit for 4 bits to int8, or raises.
+def fault_of(layer_idx: int, kv_format: KVFormat, keys: torch.Tensor, *, raises: bool) -> str | None:
+    """Why a layer should have its K in int8, a sentence without its end; None if they fit their format.
 
     Args:
-        raises: Raise, instead of storing K in int8.
+        layer_idx: The layer, for messages.
+        kv_format: Its format.
+        keys: `[blocks, kv_heads, block_size, head_dim]`.
+        raises: Raise instead of returning a reason.
+
+    Raises:
+        QuantizationError: They are unfit, and `raises` is set.
     """
-
-    def __init__(self, *, raises: bool) -> None:
-        self._raises = raises
-
-    def concerns(self, form: KVFormat | None) -> bool:
-        """Whether layers of a format are looked at."""
-        return form is not None and form.keys.bits <= 4
-
-    def judge(self, layer_idx: int, form: KVFormat, keys: torch.Tensor) -> Verdict | None:
-        """What a layer should have instead of its format, or None.
-
-        Args:
-            layer_idx: The layer, for messages.
-            form: Its format.
-            keys: `[blocks, kv_heads, block_size, head_dim]`.
-
-        Raises:
-            QuantizationError: There is a better one, and this guard raises.
-        """
-        error = key_error(form, keys)
-        if error <= KEY_ERROR_BOUND:
-            return None
-        better = with_keys_in_int8(form)
-        found = (
-            f"layer {layer_idx}: the keys lose too much in {form.name!r} (an error of {error:.3f} of what "
-            f"tells tokens apart, in the worst head; the bound is {KEY_ERROR_BOUND:.2f})"
+    error = key_error(kv_format, keys)
+    if error <= KEY_ERROR_BOUND:
+        return None
+    fault = (
+        f"layer {layer_idx}: the keys lose too much in {kv_format.name!r} (an error of {error:.3f} of what "
+        f"tells tokens apart, in the worst head; the bound is {KEY_ERROR_BOUND:.2f})"
+    )
+    if raises:
+        raise QuantizationError(
+            f"{fault}. The step is taken back. Set layer_dtypes={{{layer_idx}: 'int8'}}, another "
+            "kv_cache_dtype, or key_error_guard='on', which stores such keys in int8"
         )
-        if self._raises:
-            raise QuantizationError(
-                f"{found}. The step is taken back. Set layer_dtypes={{{layer_idx}: 'int8'}}, another "
-                "kv_cache_dtype, or key_error_guard='on', which stores such keys in int8"
-            )
-        return Verdict(better, found)
-
-    def say(self, verdict: Verdict) -> None:
-        """Tell that a layer has been moved."""
-        logger.warning("%s, so its keys are stored in int8", verdict.found)
+    return fault

@@ -5,23 +5,25 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hf_paged_cache.config import LayerSpec, PagedCacheConfig
 from hf_paged_cache.errors import PoolExhausted
-from hf_paged_cache.forward.step import Step
-from hf_paged_cache.kernels.call import LayerBlocks
 
 from .capacity import Capacity
-from .key_guard import KeyErrorGuard
 from .layer_group import LayerGroup
-from .pool import PoolShape
-from .precision import Precision
-from .saved import SavedCache
+from .pool_tensors import PoolShape
+from .precision import Precision, name_of
 from .static_group import StaticGroup
 from .store import Saved, Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+    from hf_paged_cache.kernels.call import LayerBlocks
+
+    from .saved import SavedCache
+    from .window_store import RunningStep
 
 
 class LayerGroups:
@@ -33,6 +35,7 @@ class LayerGroups:
         max_positions: Longest sequence the model was made for, if its config says.
 
     Attributes:
+        specs: The same.
         store: Blocks and tensors, shared with the caches that were forked from this one.
         precision: How layers are stored; settled when rows begin.
         is_static: Whether every row has its blocks from the start.
@@ -42,26 +45,19 @@ class LayerGroups:
     def __init__(
         self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
     ) -> None:
+        self.specs = specs
         self.store = Store()
         self.precision = Precision.of(config, specs, 0)
         self.is_static = False
         self.blocks: dict[int, LayerBlocks] = {}
         self._config = config
-        self._specs = specs
         self._capacity = Capacity(config, specs, max_positions)
         self._by_window: dict[int | None, LayerGroup] = {}
-        guard = config.key_error_guard
-        self._guard = None if guard == "off" else KeyErrorGuard(raises=guard == "error")
 
     @property
     def all(self) -> list[LayerGroup]:
         """The groups, in the order of their first layers."""
         return list(self._by_window.values())
-
-    @property
-    def specs(self) -> dict[int, LayerSpec]:
-        """Layer index -> what the config of the model says of that layer."""
-        return self._specs
 
     @property
     def static(self) -> list[StaticGroup]:
@@ -75,20 +71,20 @@ class LayerGroups:
 
     def of(self, layer_idx: int) -> LayerGroup:
         """The group that a layer belongs to (only when there are groups)."""
-        return self._by_window[self._specs[layer_idx].window]
+        return self._by_window[self.specs[layer_idx].window]
 
     def layer_dtypes(self) -> dict[int, str]:
         """Layer index -> name of the format that it is stored in now."""
         formats = dict(self.precision.formats)
         for group in self.all:
             formats.update(group.formats)
-        return {index: "auto" if form is None else form.name for index, form in formats.items()}
+        return {index: name_of(each) for index, each in formats.items()}
 
     def moved_layers(self) -> dict[int, str]:
         """Layer index -> name of the format it was to have, of layers that the guard gave another."""
-        asked, now = self.precision.formats, self.layer_dtypes()
-        names = {index: "auto" if form is None else form.name for index, form in asked.items()}
-        return {index: name for index, name in names.items() if name != now[index]}
+        now = self.layer_dtypes()
+        asked = {index: name_of(each) for index, each in self.precision.formats.items()}
+        return {index: name for index, name in asked.items() if name != now[index]}
 
     def bytes_by_format(self) -> dict[str, int]:
         """Format -> bytes of K and V in blocks that hold tokens; `auto` is the model's dtype."""
@@ -137,24 +133,19 @@ class LayerGroups:
 
     def adapt(self, prompt_tokens: int) -> None:
         """Without rows: settle how those are stored that begin with so many tokens. Other pools go."""
-        precision = Precision.of(self._config, self._specs, prompt_tokens)
+        precision = Precision.of(self._config, self.specs, prompt_tokens)
         if precision != self.precision:
             self.precision = precision
-            self.clear()
-
-    def clear(self) -> None:
-        """Forget the groups with their rows; the next ones may be stored in other formats."""
-        self.reset()
-        self._by_window.clear()
-        self.blocks = {}
-        if self.store.num_caches <= 1:
-            self.store = Store()
+            self.reset()
+            self._by_window.clear()
+            self.blocks = {}
+            if self.store.num_caches <= 1:
+                self.store = Store()
 
     def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
         """Give a layer its place in a pool."""
-        blocks = self.of(layer_idx).claim(layer_idx, key_states, value_states)
-        self.blocks[layer_idx] = blocks
-        return blocks
+        self.blocks[layer_idx] = self.of(layer_idx).claim(layer_idx, key_states, value_states)
+        return self.blocks[layer_idx]
 
     def reserve(
         self,
@@ -183,64 +174,60 @@ class LayerGroups:
         """
         for group in self.all:
             group.check_faults()
+            if isinstance(group, StaticGroup):
+                if start + new_tokens > group.capacity_tokens:
+                    raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
+                continue
             if new_tokens == 1 and not keep_history:
-                self.give_back_chunk(group)
-            self.make_room(group, batch, start, new_tokens, keep_history=keep_history, padding=padding)
+                self._give_back_chunk(group)
+            group.store.collect()  # first: a block that only a dropped cache shares need not be copied
+            needed = group.manager.blocks_needed(
+                new_tokens, keep_history=keep_history, padding_tokens=padding
+            )
+            self._make_room(group, batch, new_tokens, needed)
         for group in self.all:
-            group.check_full(new_tokens)
             group.seal_full(new_tokens)
-        for group in self.all:
-            group.let_go(new_tokens, keep_history=keep_history, padding=padding)
+        changed = [group.let_go(new_tokens, keep_history=keep_history, padding=padding) for group in self.all]
         let_go()
-        for group in self.all:
-            group.reserve(new_tokens, keep_history=keep_history, padding=padding)
-
-    def make_room(
-        self,
-        group: LayerGroup,
-        batch: int,
-        start: int,
-        new_tokens: int,
-        *,
-        keep_history: bool,
-        padding: Sequence[int] = (),
-    ) -> None:
-        """Raise unless a group can take the new tokens, growing it where its rows have become more."""
-        if isinstance(group, StaticGroup):
-            if start + new_tokens > group.capacity_tokens:
-                raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
-            return
-        group.section.collect()  # first: a block that only a dropped cache shares need not be copied
-        needed = group.manager.blocks_needed(new_tokens, keep_history=keep_history, padding=padding)
-        if self.provide(group, needed):
-            return
-        pool = group.manager.pool
-        free = pool.num_free + pool.num_pending
-        raise self._no_room(group, batch, new_tokens, needed, free)
-
-    def give_back_chunk(self, group: LayerGroup) -> None:
-        """Have a window's pool as small again as decode steps need it, after a chunk made it grow."""
-        if group.window is None or isinstance(group, StaticGroup):
-            return
-        num_blocks = group.manager.batch * self._capacity.window_blocks(group.window)
-        if num_blocks >= group.num_blocks:
-            return
-        group.section.collect()
-        # As the reservation of the next token would, which comes after this.
-        group.release_outside_window()
-        if group.manager.pool.num_referenced <= num_blocks:
-            group.shrink(num_blocks)
+        for group, columns in zip(self.all, changed, strict=True):
+            group.reserve(new_tokens, columns, keep_history=keep_history, padding=padding)
 
     def check_room_for(self, start: int, new_tokens: int, batch: int) -> None:
         """Raise PoolExhausted unless rows that are cropped to `start` tokens can take so many after that."""
         for group in self.all:
-            group.section.collect()
-            needed = group.manager.blocks_after_crop(start, new_tokens)
-            if not self.provide(group, needed):
-                pool = group.manager.pool
-                raise self._no_room(group, batch, new_tokens, needed, pool.num_free + pool.num_pending)
+            group.store.collect()
+            self._make_room(group, batch, new_tokens, group.manager.blocks_after_crop(start, new_tokens))
 
-    def provide(self, group: LayerGroup, needed: int, at_least: int = 0) -> bool:
+    def _make_room(self, group: LayerGroup, batch: int, new_tokens: int, needed: int) -> None:
+        """Raise unless a group can take the new tokens, growing it where its rows have become more."""
+        if self._provide(group, needed):
+            return
+        size, free, caches = group.block_size, group.store.num_available, len(group.store.holders)
+        shared = f", which {caches} caches share" if caches > 1 else ""
+        raise PoolExhausted(
+            f"{new_tokens} new tokens for {batch} rows need {needed} blocks of {size} tokens, and {free} of "
+            f"{group.num_blocks} are free{shared}; nothing was written. Ways out: a larger "
+            f"`PagedCache(..., max_tokens=...)` (now {group.num_blocks * size} tokens over all rows), "
+            "`cache.crop(...)`, `cache.reset()`, or a smaller batch",
+            needed_blocks=needed,
+            free_blocks=free,
+            block_size=size,
+        )
+
+    def _give_back_chunk(self, group: LayerGroup) -> None:
+        """Have a window's pool as small again as decode steps need it, after a chunk made it grow."""
+        if group.window is None:
+            return
+        num_blocks = group.manager.batch * self._capacity.window_blocks(group.window)
+        if num_blocks >= group.num_blocks:
+            return
+        group.store.collect()
+        # As the reservation of the next token would, which comes after this.
+        group.release_outside_window()
+        if group.store.blocks.num_referenced <= num_blocks:
+            group.shrink(num_blocks)
+
+    def _provide(self, group: LayerGroup, needed: int, at_least: int = 0) -> bool:
         """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot.
 
         Args:
@@ -248,34 +235,24 @@ class LayerGroups:
             needed: Blocks.
             at_least: Blocks that it may have in any case.
         """
-        group.section.collect()
-        pool = group.manager.pool
-        missing = needed - pool.num_free - pool.num_pending
+        group.store.collect()
+        missing = needed - group.store.num_available
         if missing <= 0:
             return True
-        rows = sum(member.manager.batch for member in group.section.members)
-        grown = min(
-            max(
-                self._capacity.grown_blocks(group.num_blocks, group.window, rows, group.pools),
-                group.num_blocks + missing,
-            ),
-            max(self._capacity.ceiling_blocks(group.window, group.pools, rows), at_least),
-        )
+        grown = self._capacity.grown_blocks(group.store, missing, at_least)
         if grown - group.num_blocks < missing or not group.can_grow:
             return False
         group.grow(grown)
         return True
 
-    def set_step(self, step: Step | None) -> None:
+    def set_step(self, step: RunningStep | None) -> None:
         """Note the step in progress: as long as its forward runs, tensors have to stay where they are."""
         for group in self.all:
-            group.step = step
+            group.holder.step = step
 
     def would_seal(self, new_tokens: int) -> bool:
         """Whether blocks are encoded, for all of their layers, when so many tokens come."""
-        return any(
-            group.dense is not None and group.dense.full(group.manager, new_tokens) for group in self.all
-        )
+        return any(group.dense.full(group.manager, new_tokens) for group in self.all)
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
@@ -301,7 +278,6 @@ class LayerGroups:
         """Forget all rows and give their blocks back; pools stay."""
         for group in self.all:
             group.reset()
-            group.step = None
 
     def pull_length(self) -> int:
         """Tokens of static rows, asked of the device."""
@@ -312,22 +288,39 @@ class LayerGroups:
         with self.store.lock:
             self.store.collect()
             for group in self.all:
-                others = [
-                    table.ids
-                    for member in group.section.members
-                    if member is not group
-                    for table in member.manager.tables
-                ]
-                group.manager.check_integrity(others)
-                if group.dense is not None:
-                    group.dense.check_integrity(group.manager)
+                others = [holder.manager for holder in group.store.holders if holder is not group.holder]
+                group.manager.check_integrity(table.ids for other in others for table in other.tables)
+                group.dense.check_integrity(group.manager)
 
-    def fork(self) -> LayerGroups:
-        """The same rows for another cache, by sharing their blocks."""
-        twin = self._copy(self.store, {window: group.fork() for window, group in self._by_window.items()})
-        for group in twin.all:
-            self._prepare_to_share(group)
-        return twin
+    # --- copies and saved contents --------------------------------------------------------------------------
+
+    def fork(self, store: Store | None = None) -> LayerGroups:
+        """The same rows for another cache, by sharing their blocks.
+
+        Args:
+            store: An empty one, if the blocks are to be copied there instead.
+        """
+        copied = copy.copy(self)
+        copied._by_window, copied.blocks = {}, {}
+        if store is not None:
+            copied.store = store
+        for window, group in self._by_window.items():
+            own = (
+                store.of(window, group.num_blocks, group.block_size, grows=group.store.grows)
+                if store
+                else None
+            )
+            fork = copied._by_window[window] = group.fork(own)
+            if store is None:
+                self._prepare_to_share(fork)
+            copied.blocks.update({index: fork.blocks_of(index) for index in fork.claimed})
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
+        """The same rows in blocks of their own."""
+        with self.store.lock:
+            copied = memo[id(self)] = self.fork(Store())
+        return copied
 
     def _prepare_to_share(self, group: LayerGroup) -> None:
         """Enlarge pools for one more cache, now that they may move: not while another thread is writing.
@@ -335,22 +328,10 @@ class LayerGroups:
         On a GPU that is put off until it is needed, except for windows, whose pools are small.
         """
         is_cpu = all(pool.shape.device.type == "cpu" for pool in group.pools)
-        if not group.can_grow or not group.pools or not (is_cpu or group.window is not None):
-            return
-        rows = sum(max(1, member.manager.batch) for member in group.section.members)
-        wanted = self._capacity.shared_blocks(group.window, group.pools, rows)
-        if wanted > group.num_blocks:
-            ceiling = self._capacity.ceiling_blocks(group.window, group.pools, rows)
-            group.grow(max(wanted, min(2 * group.num_blocks, ceiling)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
-        """The same rows in blocks of their own."""
-        with self.store.lock:
-            twin = self._copy(Store(), copy.deepcopy(self._by_window, memo))
-        for window, group in twin._by_window.items():
-            twin.store.put(window, group.section)
-        memo[id(self)] = twin
-        return twin
+        if group.pools and group.can_grow and (is_cpu or group.window is not None):
+            num_blocks = self._capacity.shared_blocks(group.store)
+            if num_blocks > group.num_blocks:
+                group.grow(num_blocks)
 
     def beside(self, saved: SavedCache | None = None, first_tokens: int = 0) -> LayerGroups:
         """Groups with saved contents, or none, beside these, which stay as they are. Part of a change.
@@ -364,25 +345,19 @@ class LayerGroups:
         Raises:
             PoolExhausted: A pool for so many rows cannot hold them.
         """
-        twin = copy.copy(self)
-        twin._by_window, twin.blocks = {}, {}
+        beside = copy.copy(self)
+        beside._by_window, beside.blocks = {}, {}
         if saved is None:
-            return twin
+            return beside
         needed = {group.window: group.num_blocks for group in saved.groups}
         for group in self.all:
-            group.section.collect()
-        if not all(group.manager.pool.can_allocate(needed[group.window]) for group in self.all):
-            twin.store = Store()
-        twin._fill(saved, first_tokens, needed, {group.window: group.num_blocks for group in self.all})
-        return twin
+            group.store.collect()
+        if any(group.store.num_available < needed[group.window] for group in self.all):
+            beside.store = Store()
+        beside._fill(saved, first_tokens, {group.window: group.num_blocks for group in self.all})
+        return beside
 
-    def _fill(
-        self,
-        saved: SavedCache,
-        first_tokens: int,
-        needed: dict[int | None, int],
-        before: dict[int | None, int],
-    ) -> None:
+    def _fill(self, saved: SavedCache, first_tokens: int, before: dict[int | None, int]) -> None:
         layer = next(layer for group in saved.groups for layer in group.layers.values())
         keys, values = (
             side.new_empty(1).expand(saved.batch, side.shape[1], first_tokens, side.shape[3])
@@ -390,11 +365,11 @@ class LayerGroups:
         )
         self.open_rows(keys, values, keep_history=saved.record_past, would_be_static=lambda device: False)
         for part in saved.groups:
-            group, count = self._by_window[part.window], needed[part.window]
+            group, count = self._by_window[part.window], part.num_blocks
             # With more history than its windows need, it may want more than they do. And what a pool of this
             # cache had room for, made for more rows maybe, another one takes as well.
-            if not self.provide(group, count, before.get(part.window, 0)):
-                free = group.manager.pool.num_free + group.manager.pool.num_pending
+            if not self._provide(group, count, before.get(part.window, 0)):
+                free = group.store.num_available
                 raise PoolExhausted(
                     f"state_dict holds {count} blocks of {group.block_size} tokens, and the pool has {free} "
                     "free ones; make the cache with a larger `max_tokens`. The cache is as it was",
@@ -424,27 +399,19 @@ class LayerGroups:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _copy(self, store: Store, groups: dict[int | None, LayerGroup]) -> LayerGroups:
-        twin = copy.copy(self)
-        twin.store, twin._by_window = store, groups
-        twin.blocks = {index: group.blocks_of(index) for group in groups.values() for index in group.claimed}
-        return twin
-
     def _new_group(self, window: int | None, num_blocks: int, batch: int) -> LayerGroup:
-        specs = {index: spec for index, spec in self._specs.items() if spec.window == window}
-        grows = window is None and not self._capacity.is_asked_for and not self.is_static
-        section = self.store.section(window, num_blocks, grows=grows)
+        specs = {index: spec for index, spec in self.specs.items() if spec.window == window}
         size = self._config.block_size_of(window)
+        grows = window is None and not self._capacity.is_asked_for and not self.is_static
+        store = self.store.of(window, num_blocks, size, grows=grows)
         if self.is_static:
-            return StaticGroup(window, specs, section, block_size=size, row_blocks=num_blocks // batch)
+            return StaticGroup(specs, store, row_blocks=num_blocks // batch)
         return LayerGroup(
-            window,
             specs,
-            section,
-            block_size=size,
+            store,
             row_blocks=self._capacity.row_blocks(size),
             precision=self.precision,
-            guard=self._guard,
+            guard=self._config.key_error_guard,
         )
 
     def _fit_static_rows(self, batch: int, new_tokens: int, capacity: dict[int | None, int]) -> None:
@@ -459,21 +426,6 @@ class LayerGroups:
         capacity.update({window: batch * blocks for window, blocks in row_blocks.items()})
         for group in self.static:
             group.resize(row_blocks[group.window], capacity[group.window])
-
-    def _no_room(
-        self, group: LayerGroup, batch: int, new_tokens: int, needed: int, free: int
-    ) -> PoolExhausted:
-        size, caches = group.block_size, len(group.section.members)
-        shared = f", which {caches} caches share" if caches > 1 else ""
-        return PoolExhausted(
-            f"{new_tokens} new tokens for {batch} rows need {needed} blocks of {size} tokens, and {free} of "
-            f"{group.num_blocks} are free{shared}; nothing was written. Ways out: a larger "
-            f"`PagedCache(..., max_tokens=...)` (now {group.num_blocks * size} tokens over all rows), "
-            "`cache.crop(...)`, `cache.reset()`, or a smaller batch",
-            needed_blocks=needed,
-            free_blocks=free,
-            block_size=size,
-        )
 
     def no_static_room(self, tokens: int, capacity: int, rows: int) -> PoolExhausted:
         """What to raise when static rows cannot be that long."""

@@ -1,4 +1,4 @@
-"""Which layer is stored in which format, and which blocks stay in the model's own dtype."""
+"""Formats of the layers of a cache, and which of their blocks stay in the model's own dtype."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from hf_paged_cache import blocks
 from hf_paged_cache.config import PagedCacheConfig
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, kv_format
+
+
+def name_of(layer_format: KVFormat | None) -> str:
+    """What `layer_dtypes` calls a format; None is the model's own dtype."""
+    return "auto" if layer_format is None else layer_format.name
 
 
 @dataclass(frozen=True)

@@ -198,40 +198,40 @@ def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
-        _require(type(value) is dict, where, "a dict", value)
+        expect(type(value) is dict, where, "a dict", value)
         if missing := sorted(hints.keys() - value.keys()):
             raise PagedCacheError(f"{where} lacks {', '.join(missing)}: it was cut or changed")
-        _require(value.keys() == hints.keys(), where, f"a dict of {', '.join(hints)}", value)
+        expect(value.keys() == hints.keys(), where, f"a dict of {', '.join(hints)}", value)
         return kind(**{name: parse(hint, value[name], f"{where}[{name!r}]") for name, hint in hints.items()})
     if origin is UnionType:
         return None if value is None and NoneType in inner else parse(inner[0], value, where)
     if origin is tuple and inner[-1] is not ...:
-        _require(
-            type(value) in (list, tuple) and len(value) == len(inner), where, f"{len(inner)} items", value
-        )
+        expect(type(value) in (list, tuple) and len(value) == len(inner), where, f"{len(inner)} items", value)
         return tuple(parse(kind, item, where) for kind, item in zip(inner, value, strict=True))
     if origin is tuple:
-        _require(type(value) is tuple and _is_constant(value), where, "a tuple of constants", value)
+        expect(type(value) is tuple and _is_constant(value), where, "a tuple of constants", value)
         return value
     if origin is list:
-        _require(type(value) is list, where, "a list", value)
+        expect(type(value) is list, where, "a list", value)
         return [parse(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
     if origin is dict:
-        _require(type(value) is dict, where, "a dict", value)
+        expect(type(value) is dict, where, "a dict", value)
         return {
             parse(inner[0], k, where): parse(inner[1], item, f"{where}[{k!r}]") for k, item in value.items()
         }
     if kind is torch.Tensor:
-        _require(is_whole(value), where, "a tensor with memory for all its values", value)
+        expect(is_whole(value), where, "a tensor with memory for all its values", value)
         return value.detach()
     if kind is int:
-        _require(type(value) is int and abs(value) < 1 << 63, where, "a whole number", value)
-    _require(kind is Any or type(value) is kind, where, f"of type {getattr(kind, '__name__', kind)}", value)
+        expect(type(value) is int and abs(value) < 1 << 63, where, "a whole number", value)
+    expect(kind is Any or type(value) is kind, where, f"of type {getattr(kind, '__name__', kind)}", value)
     return value
 
 
-def damaged(where: str, expected: str, got: object) -> PagedCacheError:
-    """What to raise when a part of a state dict is not as it must be."""
+def expect(is_right: bool, where: str, expected: str, got: object) -> None:
+    """Raise PagedCacheError unless a part of a state dict is as it must be."""
+    if is_right:
+        return
     found = f"a {type(got).__name__}"
     if isinstance(got, torch.Tensor):
         found = f"{tuple(got.shape)} of {got.dtype} on {got.device}"
@@ -239,7 +239,7 @@ def damaged(where: str, expected: str, got: object) -> PagedCacheError:
         found = repr(got)[:80]
     elif isinstance(got, list | tuple | dict):
         found += f" of {len(got)}"
-    return PagedCacheError(
+    raise PagedCacheError(
         f"{where} must be {expected}, got {found}: it was cut or changed. The cache is as it was"
     )
 
@@ -253,11 +253,6 @@ def is_whole(value: object) -> bool:
         and not value.is_quantized
         and value.nbytes <= value.untyped_storage().nbytes()
     )
-
-
-def _require(is_right: bool, where: str, expected: str, got: object) -> None:
-    if not is_right:
-        raise damaged(where, expected, got)
 
 
 def _is_constant(value: object) -> bool:

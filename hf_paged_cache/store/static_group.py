@@ -8,21 +8,26 @@ rules.)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from hf_paged_cache.config import LayerSpec
 from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
 from hf_paged_cache.kernels import dispatch, triton
-from hf_paged_cache.kernels.call import LayerBlocks, StaticBlocks
+from hf_paged_cache.kernels.call import StaticBlocks
 
 from .layer_group import LayerGroup
-from .store import Section
+
+if TYPE_CHECKING:
+    import weakref
+
+    from hf_paged_cache.config import LayerSpec
+    from hf_paged_cache.kernels.call import LayerBlocks
+
+    from .window_store import WindowStore
 
 DEVICES = frozenset({"cuda"})
 """Device types where compiled steps pay."""
@@ -41,10 +46,8 @@ class StaticGroup(LayerGroup):
     """A layer group whose rows have `row_blocks` blocks each, whatever they hold.
 
     Args:
-        window: Tokens a query sees, or None for all. Blocks outside it stay.
         specs: Layer index -> what the config says of that layer.
-        section: Whose blocks it takes, alone.
-        block_size: Tokens per block.
+        store: Whose blocks it takes, alone. Those outside a window stay.
         row_blocks: Blocks of every row.
 
     Attributes:
@@ -55,16 +58,8 @@ class StaticGroup(LayerGroup):
 
     HAS_FIXED_ROWS = True
 
-    def __init__(
-        self,
-        window: int | None,
-        specs: dict[int, LayerSpec],
-        section: Section,
-        *,
-        block_size: int,
-        row_blocks: int,
-    ) -> None:
-        super().__init__(window, specs, section, block_size=block_size, row_blocks=row_blocks)
+    def __init__(self, specs: dict[int, LayerSpec], store: WindowStore, *, row_blocks: int) -> None:
+        super().__init__(specs, store, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
         self.readers: dict[int, Reader] = {}
         self.vetted: set[int] = set()
@@ -75,13 +70,14 @@ class StaticGroup(LayerGroup):
             )
         import_module("hf_paged_cache.kernels.triton.ops")  # registers what compiled steps call
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StaticGroup:
-        twin = super().__deepcopy__(memo)
-        assert isinstance(twin, StaticGroup), "a copy has the class of its original"
-        twin.static_blocks = {}
-        twin.readers, twin.vetted = dict(self.readers), set(self.vetted)
-        twin._rebuild()
-        return twin
+    def fork(self, store: WindowStore | None = None) -> Self:
+        """The same rows for another cache, as in `LayerGroup`, with blocks of their own."""
+        assert store is not None, "every static row owns its blocks"
+        copied = super().fork(store)
+        copied.static_blocks = {}
+        copied.readers, copied.vetted = dict(self.readers), set(self.vetted)
+        copied._rebuild()
+        return copied
 
     @property
     def capacity_tokens(self) -> int:
@@ -124,15 +120,18 @@ class StaticGroup(LayerGroup):
         reservation = self.manager.reserve(self.capacity_tokens, keep_history=True)
         assert reservation is not None, "a static pool holds all blocks of its rows"
         self.sync_tables()
-        self.set_length(0)
+        self._tables.set_length(0)
         self._rebuild()
 
-    def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+    def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> list[int]:
         """Nothing: rows keep their blocks."""
+        return []
 
-    def reserve(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> None:
+    def reserve(
+        self, new_tokens: int, changed: list[int], *, keep_history: bool, padding: Sequence[int] = ()
+    ) -> None:
         """Count new tokens; their blocks are there, those of padding too."""
-        self.set_length(self.num_tokens + new_tokens)
+        self._tables.set_length(self.num_tokens + new_tokens)
 
     def check_crop(self, num_tokens: int) -> None:
         """Nothing was given back, so any shorter length will do."""
@@ -140,7 +139,7 @@ class StaticGroup(LayerGroup):
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens; the blocks stay."""
         self.manager.version += 1
-        self.set_length(num_tokens)
+        self._tables.set_length(num_tokens)
 
     def release_outside_window(self) -> None:
         """Nothing: blocks outside the window stay."""
@@ -166,7 +165,7 @@ class StaticGroup(LayerGroup):
         moved = [(source, row) for row, source in enumerate(row_indices) if row != source]
         for pool in self.pools if moved else ():
             # A block is overwritten by the same column of another row only, so columns may go one by one.
-            step = max(1, _COPY_BYTES // (pool.bytes_per_block * len(moved)))
+            step = max(1, _COPY_BYTES // (pool.tensors.bytes_per_block * len(moved)))
             for first in range(0, used, step):
                 columns = slice(first, min(first + step, used))
                 pool.copy_blocks(
@@ -189,12 +188,12 @@ class StaticGroup(LayerGroup):
     def _rebuild(self) -> None:
         """Note where everything lies, and that it will stay there."""
         seen: set[torch.device] = set()
-        for layer_idx, (pool, slot, blocks) in self._layers.items():
+        for layer_idx, (pool, place, blocks) in self._layers.items():
             assert blocks.lengths is not None, "static groups keep lengths on every device"
             device = pool.shape.device
             lengths = blocks.lengths.on_device
             self.static_blocks[layer_idx] = StaticBlocks(
-                pool.keys, pool.values, slot, blocks.table, lengths, advances=device not in seen
+                pool.keys, pool.values, place, blocks.table, lengths, advances=device not in seen
             )
             seen.add(device)
             for tensor in (pool.keys, pool.values, blocks.table, lengths):

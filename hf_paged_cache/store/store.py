@@ -11,23 +11,14 @@ lines of it: see `Store.change`.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
-from hf_paged_cache.blocks import BlockManager, BlockPool
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host import running_forward
-from hf_paged_cache.host.running_forward import Place
+from hf_paged_cache.host.frames import Place
 
-from .device.streams import Streams
-from .pool import PoolShape, Storage
-
-if TYPE_CHECKING:
-    from .layer_group import LayerGroup
-
+from .window_store import WindowStore
 
 _T = TypeVar("_T")
 Restore = Callable[[], None]
@@ -52,153 +43,8 @@ def nothing() -> Saved:
     return Saved(lambda: None, lambda: None)
 
 
-class Section:
-    """The part of a store for layers that keep the same tokens (all, or those of one window).
-
-    Attributes:
-        blocks: Who refers to which block.
-        grows: It began with less than it may need.
-        storages: The tensors, one for each shape and format of layers.
-        version: Bumped when tensors were replaced by others; caches then look where their layers lie.
-        streams: Of a GPU, that its blocks are used on.
-    """
-
-    def __init__(self, num_blocks: int, *, grows: bool = False) -> None:
-        self.blocks = BlockPool(num_blocks)
-        self.grows = grows
-        self.storages: list[Storage] = []
-        self.version = 0
-        self.streams = Streams()
-        self._members: weakref.WeakSet[LayerGroup] = weakref.WeakSet()
-        self._left: deque[BlockManager] = deque()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Section:
-        raise AssertionError("a layer group says which blocks of its section a copy of it needs")
-
-    @property
-    def members(self) -> list[LayerGroup]:
-        """The layer groups of all caches that use it."""
-        return list(self._members)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several caches use it."""
-        return len(self._members) > 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(storage.nbytes for storage in self.storages)
-
-    def join(self, group: LayerGroup) -> None:
-        """Count a group among the members, and take its blocks back when it is dropped."""
-        self._members.add(group)
-        # In the middle of anything, so blocks are only noted here.
-        weakref.finalize(group, self._left.append, group.manager).atexit = False
-
-    @property
-    def has_left(self) -> bool:
-        """Whether groups were dropped whose blocks have yet to be taken back."""
-        return bool(self._left)
-
-    def collect(self) -> None:
-        """Take back the blocks of groups that were dropped."""
-        while self._left:
-            self._left[0].reset()
-            self._left.popleft()
-
-    def save(self) -> Restore:
-        """Remember who uses it and where everything lies."""
-        members, storages = self.members, list(self.storages)
-        tensors = [storage.held for storage in storages]
-        num_blocks, version = self.blocks.num_blocks, self.version
-
-        def restore() -> None:
-            for group in self.members:
-                if group not in members:
-                    group.manager.forget()
-            while self._left:  # dropped since, or before: nobody counts their blocks below
-                self._left.pop().forget()
-            self._members = weakref.WeakSet(members)
-            self.storages = list(storages)
-            for storage, held in zip(storages, tensors, strict=True):
-                storage.held = held
-            if self.version != version:
-                self.version += 1  # somebody may have found the larger tensors already
-            self.rebuild(num_blocks)
-
-        return restore
-
-    def rebuild(self, num_blocks: int | None = None) -> None:
-        """Count anew who holds which block. The tables of all members say it."""
-        holdings = [held for group in self.members for held in group.manager.holdings()]
-        self.blocks.rebuild(num_blocks or self.blocks.num_blocks, holdings)
-
-    def claim(self, layer_idx: int, shape: PoolShape, block_size: int, room: int) -> tuple[Storage, int]:
-        """The storage of a layer and its place there.
-
-        Args:
-            layer_idx: Index of the layer.
-            shape: Of its K and V, and how they are stored.
-            block_size: Tokens per block.
-            room: Layers of that shape that are expected, if a storage has to be made.
-        """
-        for storage in self.storages:
-            place = storage.claim(layer_idx) if storage.shape == shape else None
-            if place is not None:
-                return storage, place
-        storage = Storage(
-            shape,
-            num_blocks=self.blocks.num_blocks,
-            num_layers=max(1, room),
-            block_size=block_size,
-            grows=self.grows,
-        )
-        self.storages.append(storage)
-        place = storage.claim(layer_idx)
-        assert place is not None, "a new storage has room for a layer"
-        return storage, place
-
-    def drop(self, storage: Storage) -> None:
-        """Forget a storage that no member uses."""
-        if not any(pool.storage is storage for group in self._members for pool in group.pools):
-            self.storages.remove(storage)
-
-    def grow(self, num_blocks: int) -> None:
-        """Enlarge every storage to `num_blocks`; ids and contents stay. All of them or none."""
-        used = self.blocks.referenced()
-        self._order_streams()
-        larger = [storage.extended(num_blocks) or storage.copy(num_blocks, used) for storage in self.storages]
-        self.blocks.grow(num_blocks - self.blocks.num_blocks)
-        for storage, copied in zip(self.storages, larger, strict=True):
-            storage.become(copied)
-        self.version += 1
-
-    def _order_streams(self) -> None:
-        """Let what other streams have queued end before tensors are copied, and before they are freed."""
-        for storage in self.storages:
-            self.streams.enter(storage.shape.device, takes_blocks=True)
-            self.streams.retire(storage.tensors)
-
-    def shrink(self, num_blocks: int) -> dict[int, int]:
-        """Make every storage as small as `num_blocks`, which is enough for what is referenced.
-
-        Returns:
-            Old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
-        """
-        used = self.blocks.referenced()
-        self._order_streams()
-        moved = self.blocks.moves_to_shrink(num_blocks)
-        smaller = [storage.copy(num_blocks, used, moved) for storage in self.storages]
-        for storage, copied in zip(self.storages, smaller, strict=True):
-            storage.become(copied)
-        self.blocks.shrink(num_blocks, moved)
-        self.version += 1
-        return moved
-
-
 class Store:
-    """The sections of one or more caches.
+    """The window stores of one or more caches.
 
     Attributes:
         lock: Held by whoever changes what belongs to whom.
@@ -206,13 +52,8 @@ class Store:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._sections: dict[int | None, Section] = {}
+        self._by_window: dict[int | None, WindowStore] = {}
         self._undo: tuple[Place, Restore] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        """An empty store: the copy of a cache brings its own blocks."""
-        twin = memo[id(self)] = Store()
-        return twin
 
     @property
     def is_torn(self) -> bool:
@@ -239,7 +80,7 @@ class Store:
         with self.lock:
             if not self.recover():
                 raise PagedCacheError("the cache is in the middle of a change; call this after it")
-            self._undo = running_forward.here(), self._saver(save)
+            self._undo = Place.here(), self._saver(save)
             try:
                 result = make()
             except BaseException:
@@ -268,12 +109,12 @@ class Store:
             self._undo = None
 
     def _saver(self, save: Callable[[], Saved]) -> Restore:
-        sections = dict(self._sections)
-        restores = [section.save() for section in sections.values()]
+        by_window = dict(self._by_window)
+        restores = [each.save() for each in by_window.values()]
         saved = save()
 
         def restore() -> None:
-            self._sections = dict(sections)
+            self._by_window = dict(by_window)
             saved.restore()
             for each in restores:
                 each()
@@ -283,24 +124,20 @@ class Store:
 
     def collect(self) -> None:
         """Take back the blocks of caches that were dropped."""
-        if any(section.has_left for section in self._sections.values()):
+        if any(each.has_left for each in self._by_window.values()):
             self.change(nothing, self._collect)
 
     def _collect(self) -> None:
-        for section in self._sections.values():
-            section.collect()
+        for each in self._by_window.values():
+            each.collect()
 
-    def section(self, window: int | None, num_blocks: int, *, grows: bool = False) -> Section:
-        """The section of a window, made with so many blocks if there is none."""
-        if window not in self._sections:
-            self._sections[window] = Section(num_blocks, grows=grows)
-        return self._sections[window]
-
-    def put(self, window: int | None, section: Section) -> None:
-        """Take in a section that was made elsewhere."""
-        self._sections[window] = section
+    def of(self, window: int | None, num_blocks: int, block_size: int, *, grows: bool = False) -> WindowStore:
+        """The blocks for layers of a window; so many if there are none yet."""
+        if window not in self._by_window:
+            self._by_window[window] = WindowStore(window, num_blocks, block_size, grows=grows)
+        return self._by_window[window]
 
     @property
     def num_caches(self) -> int:
         """Caches that share it."""
-        return max((len(section.members) for section in self._sections.values()), default=1)
+        return max((len(each.holders) for each in self._by_window.values()), default=1)

@@ -427,8 +427,8 @@ def test_dropped_tokens_take_their_gradients_with_them_and_no_others(constants: 
             model(ids[:, :tokens], past_key_values=cache)
     if is_lost:
         model(inputs_embeds=soft_prompt(model, 20 - constants), past_key_values=cache)
-    cache.drop(8, 12)
-    assert cache._state.gradients_from == ({0: 0, 9: 8, 14: 10}[constants] if is_lost else None)
+    cache.prune(8, 12)
+    assert cache._state.rows.gradients_from == ({0: 0, 9: 8, 14: 10}[constants] if is_lost else None)
     loss = model(ids[:, :3], past_key_values=cache).logits.square().sum()
     with LOST if is_lost else nullcontext():
         loss.backward()

@@ -64,7 +64,7 @@ def test_rows_with_blocks_of_two_sizes_hold_what_was_asked_for() -> None:
             model(ids, **{cache_kwarg(): c}).logits for c in (DynamicCache(config=model.config), cache)
         )
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-    assert cache._state.row_capacity_tokens == 80
+    assert cache._state.layer_groups.row_capacity_tokens == 80
     cache.check_integrity()
 
 
@@ -195,8 +195,8 @@ def test_compiled_steps_count_on_the_device_and_the_host_learns_it_when_asked() 
             want = model(token, **{cache_kwarg(): dynamic}).logits
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
     assert counter.frame_count == 1
-    assert cache._state.step_end == PROMPT_TOKENS
-    assert cache.get_seq_length() == cache.stats().tokens == cache._state.step_end == PROMPT_TOKENS + 4
+    assert cache._state.rows.end == PROMPT_TOKENS
+    assert cache.get_seq_length() == cache.stats().tokens == cache._state.rows.end == PROMPT_TOKENS + 4
     for layer, stored in zip(cache.layers, dynamic.layers, strict=True):
         torch.testing.assert_close(layer.keys.clone(), stored.keys, atol=2e-5, rtol=1e-4)
 

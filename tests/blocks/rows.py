@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from hf_paged_cache.blocks import BlockManager
+from hf_paged_cache.blocks import BlockManager, BlockTable
 
 
 class Counted(list[int]):
@@ -35,6 +35,12 @@ def started(num_blocks: int, batch: int = 1, *, window: int | None = None, token
 def ids(manager: BlockManager) -> list[list[int]]:
     manager.check_integrity()
     return [table.ids for table in manager.tables]
+
+
+def slots(table: BlockTable, start: int, end: int) -> list[tuple[int, int]]:
+    """Where the tokens `start … end - 1` lie: (block id or NULL_BLOCK, slot in the block) each."""
+    assert end <= table.num_tokens
+    return [(table.ids[token // table.block_size], token % table.block_size) for token in range(start, end)]
 
 
 def states(manager: BlockManager, *block_ids: int) -> str:

@@ -279,7 +279,7 @@ def forget_both(manager: BlockManager) -> None:
         (append_token, "Row 1 has 7 tokens after 0 of padding, in 2 blocks of 4, but row 0 ends at 6."),
         (forget_block, "Logical block 0 of row 1 is not stored, but there is no window."),
         (forget_both, "Logical block 0 of row 0 is not stored, but there is no window."),
-        (lambda m: m.pool.reopen(2), "Block 2 (row 1, logical block 0) is full but still open."),
+        (lambda m: m.pool.make_writable(2), "Block 2 (row 1, logical block 0) is full but still open."),
         (lambda m: m.pool.share([3]), "Block 3 (OPEN) counts 2 references, but the tables hold 1."),
     ],
 )

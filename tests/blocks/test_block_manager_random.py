@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_paged_cache.blocks import NULL_BLOCK, BlockManager
 from hf_paged_cache.errors import PagedCacheError
+from tests.blocks.rows import slots
 
 started = precondition(lambda self: self.rows)
 
@@ -86,7 +87,7 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         assert [table.offset for table in manager.tables] == self.padding
         for table, tokens, start in zip(manager.tables, self.rows, starts, strict=True):
             # The first new query still sees its window.
-            history = table.slots(min(start, len(tokens)), len(tokens))
+            history = slots(table, min(start, len(tokens)), len(tokens))
             assert NULL_BLOCK not in [block_id for block_id, _ in history]
         return reservation
 
@@ -96,8 +97,8 @@ class ManagerAgainstLists(RuleBasedStateMachine):
                 self.memory[destination, slot] = self.memory.get((source, slot), -1)
 
     def write(self, row, start, values):
-        slots = self.manager.tables[row].slots(start, start + len(values))
-        self.memory.update({slot: value for slot, value in zip(slots, values, strict=True) if slot[0] >= 0})
+        places = slots(self.manager.tables[row], start, start + len(values))
+        self.memory.update({slot: value for slot, value in zip(places, values, strict=True) if slot[0] >= 0})
 
     @started
     @rule(data=st.data(), count=st.integers(1, 14), keep_history=st.booleans())
@@ -134,7 +135,7 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         if any(
             block_id == NULL_BLOCK
             for table, first, n in zip(self.manager.tables, firsts, kept, strict=True)
-            for block_id, _ in table.slots(first, n)
+            for block_id, _ in slots(table, first, n)
         ):
             with pytest.raises(PagedCacheError, match="history was released"):
                 self.manager.crop(length)
@@ -183,7 +184,7 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         """Somebody else shares the blocks of a row, as an index of prefixes does."""
         row = data.draw(st.integers(0, len(self.rows) - 1))
         table = self.manager.tables[row]
-        stored = {slot for slot in table.slots(0, table.num_tokens) if slot[0] >= 0}
+        stored = {slot for slot in slots(table, 0, table.num_tokens) if slot[0] >= 0}
         self.manager.pool.share(table.stored_ids())
         self.held.append((table.stored_ids(), {slot: self.memory[slot] for slot in stored}))
 
@@ -204,7 +205,7 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         assert self.manager.batch == len(self.rows)
         for row, (table, tokens) in enumerate(zip(self.manager.tables, self.rows, strict=True)):
             assert table.num_tokens == len(tokens)
-            for token, slot in enumerate(table.slots(0, len(tokens))):
+            for token, slot in enumerate(slots(table, 0, len(tokens))):
                 if slot[0] == NULL_BLOCK:
                     assert token < self.first_needed(row)
                 else:

@@ -9,7 +9,7 @@ import pytest
 from hf_paged_cache.blocks import NULL_BLOCK as N
 from hf_paged_cache.blocks import BlockManager, Reservation
 from hf_paged_cache.errors import PagedCacheError
-from tests.blocks.rows import ids, snapshot, started
+from tests.blocks.rows import ids, slots, snapshot, started
 
 
 def eight_tokens_in_a_window_of_five(num_blocks: int) -> BlockManager:
@@ -40,7 +40,7 @@ def test_a_window_layer_decodes_for_ever_in_a_fixed_number_of_blocks():
         assert manager.reserve(1) is not None
         needed = range(max(0, length - 7), length)
         for row in range(2):
-            assert N not in [block_id for block_id, _ in manager.tables[row].slots(needed[0], length)]
+            assert N not in [block_id for block_id, _ in slots(manager.tables[row], needed[0], length)]
     assert manager.pool.num_referenced <= 6
     manager.check_integrity()
 
@@ -51,7 +51,7 @@ def test_a_prefill_longer_than_the_window_stores_only_its_last_blocks():
     assert manager.blocks_needed(21) == 4
     assert manager.reserve(21) == Reservation(0, 21, [], changed_from=0, needed_blocks=4)
     assert ids(manager) == [[N, N, N, N, 0, 1], [N, N, N, N, 2, 3]]
-    assert manager.tables[1].slots(15, 17) == [(N, 3), (2, 0)]
+    assert slots(manager.tables[1], 15, 17) == [(N, 3), (2, 0)]
     assert manager.reserve(1) == Reservation(21, 22, [], 6, 0)
     assert manager.version == 0
 

@@ -9,7 +9,7 @@ import copy
 
 import pytest
 
-from hf_paged_cache.blocks import BlockPool, BlockState
+from hf_paged_cache.blocks import BlockPool
 from hf_paged_cache.errors import PagedCacheError
 
 LETTERS = {"FREE": ".", "OPEN": "o", "SEALED": "s", "CACHED": "c", "PENDING": "p"}
@@ -87,7 +87,6 @@ def test_allocate_takes_free_then_pending_then_the_oldest_cached():
     assert drawn(pool) == "p o c s c o"
     assert pool.allocate(2) == [0, 4]  # o o c s o o
     assert drawn(pool) == "o o c s o o"
-    assert pool.num_cached == 1
     assert pool.allocate(1) == [2]
     assert pool.allocate(1) is None
 
@@ -127,7 +126,6 @@ def test_sharing_a_cached_block_revives_it():
     pool.release([0, 1, 2], keep=True)  # c c c, evicted in the order 2 1 0
     pool.share([1])  # c s c
     assert drawn(pool) == "c s c"
-    assert pool.num_cached == 2
     assert pool.allocate(2) == [2, 0]
     assert pool.allocate(1) is None
 
@@ -178,11 +176,13 @@ def test_make_writable_without_a_free_block_is_none_and_changes_nothing():
     assert drawn(pool) == "s2"
 
 
-def test_reopen_undoes_seal():
-    pool = sealed_pool(1, 1)
-    assert pool.state(0) is BlockState.SEALED
-    pool.reopen(0)
-    assert pool.state(0) is BlockState.OPEN
+@pytest.mark.parametrize("revived", [0, 1, 2])
+def test_a_revived_block_leaves_the_order_of_the_others_as_it_is(revived):
+    pool = sealed_pool(3, 3)
+    pool.release([2, 1, 0], keep=True)
+    pool.share([revived])
+    pool.release([revived], keep=True)  # the last again
+    assert pool.allocate(3) == [i for i in range(3) if i != revived] + [revived]
 
 
 def test_growing_adds_blocks_behind_the_free_ones_and_before_the_cached_ones():
@@ -200,7 +200,7 @@ def unhappy_pool() -> BlockPool:
     """`.` 4; `o2` 0; `s2` 1; `c` 2; `p` 3: one block of each kind."""
     pool = sealed_pool(5, 3)
     pool.allocate(1)
-    pool.reopen(0)
+    pool.make_writable(0)
     pool.share([0, 1])
     pool.release([2], keep=True)
     pool.release_later([3])
@@ -219,9 +219,6 @@ MISUSES = [
     (lambda pool: pool.share([2, -1]), "Cannot share block -1: unknown id"),
     (lambda pool: pool.seal(1), "Cannot seal block 1: it is SEALED, references: 2;"),
     (lambda pool: pool.seal(4), "Cannot seal block 4: it is FREE, references: 0;"),
-    (lambda pool: pool.reopen(1), "Cannot reopen block 1: it is SEALED, references: 2;"),
-    (lambda pool: pool.reopen(0), "Cannot reopen block 0: it is OPEN, references: 2;"),
-    (lambda pool: pool.reopen(5), "Cannot reopen block 5: unknown id"),
     (lambda pool: pool.make_writable(2), "Cannot make writable block 2: it is CACHED, references: 0;"),
     (lambda pool: pool.make_writable(-5), "Cannot make writable block -5: unknown id"),
     (lambda pool: pool.allocate(-1), "Expected num_blocks ≥ 0, got -1."),
@@ -259,8 +256,8 @@ def count_twice(pool: BlockPool) -> None:
 
 
 def swap(pool: BlockPool) -> None:
-    pool._cached.popleft()
-    pool._cached.append(4)
+    pool._cached.clear()
+    pool._cached[4] = None
     pool._free[-1] = 2
 
 

@@ -478,7 +478,7 @@ def test_exhaustion_at_the_first_prompt_leaves_an_empty_usable_cache() -> None:
             r"integer tensor .*bool",
         ),
         (lambda cache: cache.truncate_to(torch.ones(2, 0, dtype=torch.long)), r"input_ids has no tokens"),
-        (lambda cache: cache.drop(1.0, 2), r"start must be a whole number, got 1.0"),
+        (lambda cache: cache.prune(1.0, 2), r"start must be a whole number, got 1.0"),
         (lambda cache: cache.crop(None), r"tokens_to_remove must be a whole number, got None"),
         (lambda cache: cache.crop(-1.0), r"tokens_to_remove must be a whole number, got -1.0"),
     ],

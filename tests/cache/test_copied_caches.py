@@ -206,7 +206,7 @@ def test_ids_that_were_cropped_are_in_no_copy() -> None:
     cache.crop(-35)
     twin = copy.deepcopy(cache)
     assert torch.equal(twin.input_ids, ids(40)[:, :5])
-    assert twin._state.history._ids[:, 5:40].tolist() != ids(40)[:, 5:].tolist()
+    assert twin._state.rows.ids._ids[:, 5:40].tolist() != ids(40)[:, 5:].tolist()
 
 
 # --- all or nothing -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import PagedCacheError, UnstorableValueError, UnsupportedLayerError
 from hf_paged_cache.formats import kv_format
 from hf_paged_cache.forward.recurrent_state import HostParts
-from hf_paged_cache.store import pool as kv_pool
+from hf_paged_cache.store import pool_tensors
 from hf_paged_cache.store.device.fault_flags import Faults
 from tests.blocks.rows import Counted
 from tests.support.models import shared_model
@@ -194,7 +194,7 @@ def test_adaptive_chooses_anew_after_a_reset(model: Any) -> None:
 def test_pools_of_another_format_are_free_memory_when_the_next_are_sized(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate, held = kv_pool.allocate, []
+    allocate, held = pool_tensors.allocate, []
 
     def allocated(*args: Any) -> torch.Tensor:
         tensor = allocate(*args)
@@ -204,7 +204,7 @@ def test_pools_of_another_format_are_free_memory_when_the_next_are_sized(
     def free(device: torch.device) -> int:
         return 100_000 - sum(nbytes for tensor, nbytes in held if tensor() is not None)
 
-    monkeypatch.setattr(kv_pool, "allocate", allocated)
+    monkeypatch.setattr(pool_tensors, "allocate", allocated)
     monkeypatch.setattr("hf_paged_cache.store.capacity.free_memory_bytes", free)
 
     def blocks(cache: PagedCache, tokens: int) -> int:

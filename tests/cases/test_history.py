@@ -171,7 +171,7 @@ def test_a_part_of_the_history_is_dropped_where_keys_carry_no_position(start: in
     fill(model, cache, ids)
     for index, layer in enumerate(cache.layers):
         keys[index] = torch.cat((layer.keys[:, :, :start], layer.keys[:, :, end:]), dim=2)
-    cache.drop(start, end)
+    cache.prune(start, end)
     assert_sound(cache, 2 * BLOCK - (end - start))
     for index, layer in enumerate(cache.layers):
         assert torch.equal(layer.keys + 0, keys[index])
@@ -184,10 +184,10 @@ def test_a_part_of_the_history_is_not_dropped_where_keys_carry_their_position(na
     model, cache, ids = shared_model(name), paged(name), prompt(1, BLOCK + 5)
     cache.activate_past_recording()
     fill(model, cache, ids)
-    with pytest.raises(PagedCacheError, match=r"drop\(2, 5\).*`cache\.crop\(-19\)`"):
-        cache.drop(2, 5)
+    with pytest.raises(PagedCacheError, match=r"prune\(2, 5\).*`cache\.crop\(-19\)`"):
+        cache.prune(2, 5)
     assert_sound(cache, BLOCK + 5)
-    cache.drop(BLOCK - 1, BLOCK + 5)
+    cache.prune(BLOCK - 1, BLOCK + 5)
     assert_sound(cache, BLOCK - 1)
 
 

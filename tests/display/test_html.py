@@ -89,7 +89,7 @@ def picture(cache: PagedCache) -> Any:
         )
         for group in state.groups
     ]
-    return groups, dict(state.tokens), state.step_start, state.step_end, state.batch, state.is_open
+    return groups, dict(state.rows.tokens), state.rows.start, state.rows.end, state.rows.batch, state.is_open
 
 
 # --- the map ------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from eval.gpu.device import Device
-
+from eval.bench.device import Device
 from eval.gpu.items import Record
 
 

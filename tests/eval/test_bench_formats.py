@@ -26,7 +26,7 @@ from eval.bench.timing import STEPS, Timings
 from eval.caches import CacheUnavailable
 from eval.core.table import Row, WrongAnswer
 from hf_paged_cache import PagedCache
-from hf_paged_cache.store.pool import KVPool
+from hf_paged_cache.store.pool_tensors import LayerPool
 from tests.eval.test_bench import tiny_llama
 
 TINY = Shape("tiny", 4, 2, 16)
@@ -221,11 +221,11 @@ def cache_of_small_heads(name: str, model: Any) -> Any:
 
 
 def test_a_block_sealed_wrongly_is_refused(quick: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    def seal(pool: KVPool, slots: list[int], ids: list[int]) -> None:
+    def seal(pool: LayerPool, slots: list[int], ids: list[int]) -> None:
         assert pool.records is not None
         pool.records[ids] = 0
 
-    monkeypatch.setattr(KVPool, "seal", seal)
+    monkeypatch.setattr(LayerPool, "seal", seal)
     with torch.inference_mode(), pytest.raises(WrongAnswer, match="a block sealed in int4"):
         sealing.measure(quick, tiny_llama(), "int4", 128)
 

@@ -229,7 +229,7 @@ def test_where_nothing_can_be_written_the_tests_run_each_time(
 def test_a_full_run_serves_a_quick_one_and_not_the_other_way_round(
     project: Path, runs: list[kernel_tests.Selection]
 ) -> None:
-    assert ask(project, quick=True).left_out == ["test_quantized and torch_blocks"]
+    assert ask(project, quick=True).left_out == ["test_quantized and torch_kernels"]
     assert not ask(project).from_earlier_run
     change(project, "hf_paged_cache/kernel.cpp", "")
     ask(project)
@@ -289,6 +289,7 @@ def test_the_bench_prints_no_number_while_tests_are_red(
         raise AssertionError("measured")
 
     monkeypatch.setattr(kernel_tests, "require_green", red)
+    monkeypatch.setattr("eval.bench.cli._backend", lambda: ("cpp", None))
     monkeypatch.setitem(registry.BENCHES, "blocks", Bench("blocks", "", (), measured))
     earlier = tmp_path / "bench.json"
     earlier.write_text("earlier results")

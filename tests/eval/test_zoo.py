@@ -15,12 +15,10 @@ from transformers import DynamicCache
 from eval.core.errors import UsageError
 from eval.zoo import (
     checks,
-    compare,
     exceptions,
     groups,
     inputs,
     kinds,
-    processes,
     reads,
     registry,
     runs,
@@ -28,6 +26,7 @@ from eval.zoo import (
     tiny,
 )
 from eval.zoo.checks import CASES, Case, Reference, Verdict
+from eval.zoo.cli import reports_of
 from eval.zoo.examine import RUNS, Options, Report, examine
 from eval.zoo.runs import Run
 from hf_paged_cache import PagedCache
@@ -95,7 +94,7 @@ def test_a_cache_that_loses_something_is_not_equal(
     references: dict[str, Reference], cache: type[DynamicCache], seen_in: set[str]
 ) -> None:
     for name, reference in references.items():
-        verdict = reference.judge_paged(lambda model: cache(config=model.config))
+        verdict = reference.judge(lambda model: cache(config=model.config))
         expected = (checks.DIFFERENT, checks.EQUAL) if name in seen_in else (checks.EQUAL, None)
         assert (verdict.status, verdict.default) == expected, name
         assert verdict.is_wrong == (name in seen_in)
@@ -118,7 +117,7 @@ def _raising(error: Exception) -> Callable[[Any], Any]:
 def test_only_errors_of_the_cache_itself_are_refusals(
     references: dict[str, Reference], error: Exception, status: str, reason: str, is_wrong: bool
 ) -> None:
-    verdict = references["plain"].judge_paged(_raising(error))
+    verdict = references["plain"].judge(_raising(error))
     assert (verdict.status, verdict.reason, verdict.default) == (status, reason, checks.EQUAL)
     assert verdict.is_wrong is is_wrong
 
@@ -131,7 +130,7 @@ def test_a_model_that_takes_a_cache_and_writes_nothing_to_it_is_not_equal() -> N
 
 def test_a_case_that_transformers_cannot_run_has_no_reference() -> None:
     entry = registry.entries()["musicgen"]
-    verdict = Reference(tiny.build(entry), entry, Case("padded", (5, 3))).judge_paged(checks.default_cache)
+    verdict = Reference(tiny.build(entry), entry, Case("padded", (5, 3))).judge(checks.default_cache)
     assert verdict.status == checks.NO_REFERENCE
     assert "takes prompts of one id" in str(verdict.reason)
     assert not verdict.is_wrong
@@ -160,17 +159,17 @@ REFERENCE = run_of(([[7]], [[0.0, 1.0, 1.0]]), ([[7, 1]], [[3.0, 0.0, 0.0]]))
 def test_tokens_may_part_where_two_logits_tie_and_nowhere_else(
     other: Run, is_none: bool, compared: int
 ) -> None:
-    found = compare.difference(REFERENCE, other)
-    assert (found.is_none, found.compared, found.rows) == (is_none, compared, 2)
+    found = runs.difference(REFERENCE, other)
+    assert (found.is_none, found.compared) == (is_none, compared)
 
 
 def test_beams_are_matched_by_what_they_say_and_not_by_their_place() -> None:
     logits = [[1.0, 2.0], [3.0, 4.0]]
     reference = run_of(([[0, 5], [0, 6]], logits))
     swapped = run_of(([[0, 6], [0, 5]], logits[::-1]))
-    assert compare.difference(reference, swapped, beams=2).logits == 0.0
-    assert compare.difference(reference, swapped, beams=1).compared == 0
-    assert not compare.difference(reference, swapped, beams=1).is_none
+    assert runs.difference(reference, swapped, beams=2).logits == 0.0
+    assert runs.difference(reference, swapped, beams=1).compared == 0
+    assert not runs.difference(reference, swapped, beams=1).is_none
 
 
 # --- reads --------------------------------------------------------------------------------------------------
@@ -362,10 +361,10 @@ def answer(entry: registry.Entry, options: Options) -> Report:
     ],
 )
 def test_a_crash_or_a_hang_is_a_row_that_says_so(
-    behaviour: processes.Examine, limit_s: float, problem: str | None
+    behaviour: Callable[..., Report], limit_s: float, problem: str | None
 ) -> None:
     other = registry.Entry("gpt2", "gpt2", "GPT2LMHeadModel")
-    found = list(processes.reports([LLAMA, other], Options(32), jobs=2, limit_s=limit_s, examine=behaviour))
+    found = list(reports_of([LLAMA, other], Options(32), jobs=2, limit_s=limit_s, examine=behaviour))
     assert sorted(report.name for report in found) == ["gpt2", "llama"]
     assert {report.problem for report in found} == {problem}
     assert {report.is_wrong for report in found} == {problem is not None}

@@ -143,7 +143,7 @@ def test_a_drop_that_fails_while_tokens_are_moved_leaves_those_before(
     with monkeypatch.context() as patch:
         patch.setattr("hf_paged_cache.forward.state.dispatch", SimpleNamespace(write=write))
         with pytest.raises(KeyboardInterrupt):
-            cache.drop(5, 9)
+            cache.prune(5, 9)
     assert cache.get_seq_length() == 5
     assert torch.allclose(feed(model, cache, ids(3)), feed(model, control, ids(3)), atol=1e-5)
     cache.check_integrity()

@@ -79,7 +79,7 @@ def test_a_prompt_in_chunks_ends_with_the_same_blocks(chunk: int) -> None:
 def test_padding_of_a_window_layer_is_not_stored_either() -> None:
     model = shared_model("mistral")
     cache = PagedCache(model, block_size=BLOCK)
-    cache._state.record_past = True  # or else the window alone would drop it
+    cache._state.rows.record_past = True  # or else the window alone would drop it
     fill(model, cache, ragged(60, 20, 5))
     assert stored_columns(cache) == [[True] * 4, [True] * 2, [True]]
 
@@ -101,7 +101,7 @@ def test_rows_without_padding_and_right_padding_are_stored() -> None:
     cache = PagedCache(model, block_size=BLOCK)
     fill(model, cache, inputs)
     assert stored_columns(cache) == [[True] * 3] * 2
-    assert not cache._state.padding.tokens
+    assert not cache._state.rows.padding.tokens
 
 
 def test_a_row_that_is_all_padding_stores_nothing() -> None:
@@ -335,21 +335,21 @@ def test_a_copy_with_other_blocks_leaves_padding_out_too() -> None:
     assert not dense.layers[0].keys[1, :, :20].any()
     twin = PagedCache.from_cache(cache, model, block_size=BLOCK)
     assert stored_columns(twin) == [[True] * 3, [True] * 2]
-    assert twin._state.padding == cache._state.padding
+    assert twin._state.rows.padding == cache._state.rows.padding
 
 
 def test_a_frozen_look_leaves_padding_as_it_was() -> None:
     model, inputs = llama(), ragged(40, 20)
     cache = PagedCache(model, block_size=BLOCK)
     fill(model, cache, inputs, position_ids=positions(inputs["attention_mask"]))
-    before = cache._state.padding
+    before = cache._state.rows.padding
     turn = extended(inputs, inputs["input_ids"], torch.stack([prompt(3)] * 2))
     expected = generate(model, copy.deepcopy(cache), turn).tolist()
     where = positions(turn["attention_mask"])[:, 40:]
     new = {"input_ids": turn["input_ids"][:, 40:], "attention_mask": turn["attention_mask"]}
     fill(model, cache, new, position_ids=where, use_cache=False)
     assert cache.get_seq_length() == 40
-    assert cache._state.padding == before
+    assert cache._state.rows.padding == before
     assert generate(model, cache, turn).tolist() == expected
 
 
@@ -357,11 +357,11 @@ def test_dropped_tokens_take_their_padding_with_them() -> None:
     model, inputs = shared_model("falcon-alibi"), ragged(60, 20)
     cache = PagedCache(model, block_size=BLOCK)
     fill(model, cache, inputs)
-    assert cache._state.padding.tokens == (0, 40)
-    cache.drop(10, 30)
-    assert cache._state.padding.tokens == (0, 20)
-    cache.drop(15, 25)
-    assert cache._state.padding.tokens == (0, 15)
+    assert cache._state.rows.padding.tokens == (0, 40)
+    cache.prune(10, 30)
+    assert cache._state.rows.padding.tokens == (0, 20)
+    cache.prune(15, 25)
+    assert cache._state.rows.padding.tokens == (0, 15)
     cache.check_integrity()
 
 
@@ -470,7 +470,7 @@ def test_a_loop_without_a_model_stores_all() -> None:
     for layer_idx in range(3):
         cache.update(states, states, layer_idx)
     assert stored_columns(cache) == [[True] * 3] * 2
-    assert not cache._state.padding.tokens
+    assert not cache._state.rows.padding.tokens
 
 
 def test_the_mask_of_a_refused_forward_is_not_that_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

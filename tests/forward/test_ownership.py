@@ -23,7 +23,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from hf_paged_cache import CacheMismatchError, PagedCache, PagedCacheError
-from hf_paged_cache.forward import ownership
+from hf_paged_cache.forward import ownership, weights
 from tests.support.models import ModelCase, by_name, cache_kwarg, paged_cache
 from tests.support.quantized import NAMES, cache_of, feed, ids
 from tests.support.tensor_parallel import generate
@@ -540,8 +540,8 @@ def test_a_damaged_owner_is_refused_and_changes_nothing(owner: Any) -> None:
 
 
 def test_a_generation_looks_once_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[ownership.Weights] = []
-    look = ownership.weights_of
+    looks: list[weights.Weights] = []
+    look = weights.weights_of
     monkeypatch.setattr(ownership, "weights_of", lambda model: looks.append(look(model)) or looks[-1])
     model = llama()
     cache = cache_of(model, "auto")

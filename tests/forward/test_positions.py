@@ -126,7 +126,7 @@ def test_a_failed_forward_leaves_no_positions_behind() -> None:
     many = {"input_ids": torch.stack([prompt(100)] * 2), "attention_mask": mask}
     with pytest.raises(PoolExhausted):
         fill(model, cache, many, position_ids=positions(mask)[:, 40:])
-    before = cache._state.padding
+    before = cache._state.rows.padding
     turn = extended(inputs, inputs["input_ids"], torch.stack([prompt(3), prompt(3)]))
     generate(model, cache, turn, tokens=5)
     assert before.end == 40
@@ -210,10 +210,10 @@ def test_a_later_mask_in_generate_is_refused_or_gives_what_a_fresh_run_gives(nam
     cache = PagedCache(model, block_size=BLOCK)
     fill(model, cache, {"input_ids": ids[:, :TOKENS], "attention_mask": mask}, position_ids=positions(mask))
     if refusal:
-        before = cache._state.padding
+        before = cache._state.rows.padding
         with pytest.raises(CacheMismatchError, match=refusal):
             generate(model, cache, turn)
-        assert (cache.get_seq_length(), cache._state.padding) == (TOKENS, before)
+        assert (cache.get_seq_length(), cache._state.rows.padding) == (TOKENS, before)
         cache.check_integrity()
         return
     got = generate(model, cache, turn, tokens=8)
@@ -303,11 +303,11 @@ def test_a_look_under_another_mask_leaves_no_trace() -> None:
     ids = torch.stack([prompt(TOKENS + 4, seed=1), prompt(TOKENS + 4, seed=2)])
     cache = PagedCache(model, block_size=BLOCK)
     fill(model, cache, {"input_ids": ids[:, :TOKENS]})
-    before = cache._state.padding
+    before = cache._state.rows.padding
     hidden = {"input_ids": ids[:, TOKENS:], "attention_mask": _hiding([slice(3, 9)], TOKENS + 4)}
     fill(model, cache, hidden, use_cache=False)
     assert cache.get_seq_length() == TOKENS
-    assert cache._state.padding == before
+    assert cache._state.rows.padding == before
     got = fill(model, cache, {"input_ids": ids[:, TOKENS:]})
     disable(model)
     want = fill(model, host_cache(model), {"input_ids": ids})[:, TOKENS:]
@@ -334,7 +334,7 @@ def test_what_is_hidden_is_known_after_tokens_were_dropped() -> None:
     ids = torch.stack([prompt(TOKENS, seed=1), prompt(TOKENS, seed=2)])
     cache = PagedCache(model, block_size=BLOCK)
     fill(model, cache, {"input_ids": ids, "attention_mask": _hiding([slice(6, 9)], TOKENS)})
-    cache.drop(2, 7)
-    assert cache._state.padding.runs == (((0, 2, None), (4, 15, None)), ((0, 15, None),))
+    cache.prune(2, 7)
+    assert cache._state.rows.padding.runs == (((0, 2, None), (4, 15, None)), ((0, 15, None),))
     with pytest.raises(CacheMismatchError, match=AGAIN.format(2)):
         fill(model, cache, {"input_ids": ids[:, :1], "attention_mask": _hiding([], 16)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,6 @@ from transformers import DynamicCache, StoppingCriteriaList
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
-from hf_paged_cache.host import running_forward
 from tests.support.models import CASES, by_name, cache_kwarg, host_cache, paged_cache, shared_model
 from tests.support.quantized import NAMES, cache_of, feed, ids
 
@@ -343,39 +342,6 @@ def test_an_encoder_is_read_once_also_after_a_failure_and_by_beams(case: str) ->
         torch.equal((layer.keys + 0)[:1], kept)
         for layer, kept in zip(cache.cross_attention_cache.layers, cross, strict=True)
     )
-
-
-# --- the stack ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", ["llama", "gpt2", "falcon", "gemma2"])
-def test_the_stack_tells_which_call_brings_keys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shared_model(case)
-    seen: list[running_forward.ModelCall] = []
-    update: Callable[..., Any] = PagedCache.update
-
-    def watch(self: PagedCache, *args: Any, **kwargs: Any) -> Any:
-        call = running_forward.current()
-        assert call.forward.is_here
-        assert [place.is_running() for place in (call.forward, call.root)] == [True, True]
-        seen.append(call)
-        return update(self, *args, **kwargs)
-
-    monkeypatch.setattr(PagedCache, "update", watch)
-    feed(model, PagedCache(model), ids(7))
-    greedy(model, ids(7), PagedCache(model), 2)
-    plain, generated = seen[0], seen[-1]
-    assert (plain.is_generating, generated.is_generating) == (False, True)
-    assert torch.equal(plain.input_ids, ids(7))  # type: ignore[arg-type]
-    assert plain.position_ids.flatten()[:7].tolist() == list(range(7))  # type: ignore[union-attr]
-    assert not any(place.is_running() for call in seen for place in (call.forward, call.root))
-
-
-def test_without_a_model_on_the_stack_nothing_is_claimed() -> None:
-    call = running_forward.current()
-    assert (call.forward.frame, call.root.frame) == (None, None)
-    assert (call.use_cache, call.position_ids, call.input_ids) == (None, None, None)
-    assert not call.is_generating
 
 
 # --- forwards that end early --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
-from hf_paged_cache.forward.token_ids import TokenHistory
+from hf_paged_cache.forward.token_ids import TokenIds
 from tests.support.models import by_name, cache_kwarg, shared_model
 from tests.support.quantized import NAMES, cache_of, feed, ids, states, update_all
 
@@ -130,10 +130,10 @@ def test_truncating_leaves_a_token_to_feed() -> None:
             r"integer tensor \[rows, tokens\], got \(2, 5\)",
         ),
         (lambda cache: cache.truncate_to(ids(30, 3)), "has 3 rows, but the cache holds 2 rows"),
-        (lambda cache: cache.drop(3, 21), r"drop\(3, 21\): expected 0 <= start <= end <= 20"),
-        (lambda cache: cache.drop(5, 3), r"drop\(5, 3\)"),
+        (lambda cache: cache.prune(3, 21), r"prune\(3, 21\): expected 0 <= start <= end <= 20"),
+        (lambda cache: cache.prune(5, 3), r"prune\(5, 3\)"),
         (
-            lambda cache: cache.drop(3, 9),
+            lambda cache: cache.prune(3, 9),
             r"keys of a 'llama' model carry their positions.*cache\.crop\(-17\)",
         ),
     ],
@@ -157,7 +157,7 @@ def test_dropping_the_end_is_a_crop_for_every_model(kind: str) -> None:
     cache, cropped = cache_of(model, kind), cache_of(model, kind)
     for held in (cache, cropped):
         feed(model, held, ids(40))
-    cache.drop(25, 40)
+    cache.prune(25, 40)
     cropped.crop(-15)
     assert torch.equal(feed(model, cache, ids(3)), feed(model, cropped, ids(3)))
 
@@ -168,7 +168,7 @@ def test_dropping_inside_moves_the_rest_up_where_keys_have_no_positions(start: i
     cache, stock = PagedCache(model, block_size=16), DynamicCache(config=model.config)
     feed(model, cache, ids(40))
     feed(model, stock, ids(40))  # type: ignore[arg-type]  # any cache will do
-    cache.drop(start, end)
+    cache.prune(start, end)
     for layer in stock.layers:
         layer.keys = torch.cat((layer.keys[:, :, :start], layer.keys[:, :, end:]), 2)
         layer.values = torch.cat((layer.values[:, :, :start], layer.values[:, :, end:]), 2)
@@ -189,7 +189,7 @@ def test_dropping_inside_a_window_or_a_format_says_why_not() -> None:
     ):
         feed(shared_model("mistral" if "window" in message else "falcon-alibi"), cache, ids(20))
         with pytest.raises(PagedCacheError, match=message):
-            cache.drop(3, 9)
+            cache.prune(3, 9)
 
 
 # --- the ids by themselves ----------------------------------------------------------------------------------
@@ -201,10 +201,10 @@ def test_dropping_inside_shared_blocks_needs_room_or_changes_nothing() -> None:
     feed(model, cache, tokens)
     forks = [cache.fork(), cache.fork()]
     with pytest.raises(PoolExhausted, match="57 new tokens"):
-        cache.drop(3, 7)
+        cache.prune(3, 7)
     assert torch.equal(cache.input_ids, tokens)
     del forks
-    cache.drop(3, 7)
+    cache.prune(3, 7)
     assert torch.equal(cache.input_ids, torch.cat((tokens[:, :3], tokens[:, 7:]), dim=1))
     cache.check_integrity()
 
@@ -245,7 +245,7 @@ def test_a_copy_knows_whose_weights_computed_it(copied: Any) -> None:
 
 
 def test_what_is_known_is_always_a_beginning() -> None:
-    history = TokenHistory()
+    history = TokenIds()
     history.feed(0, 5, 2, ids(5))
     history.feed(5, 6, 2, None)
     history.feed(6, 9, 2, ids(3))
@@ -257,22 +257,22 @@ def test_what_is_known_is_always_a_beginning() -> None:
 
 
 def test_a_prompt_tells_ids_that_the_forward_does_not_show() -> None:
-    history = TokenHistory()
+    history = TokenIds()
     history.check_prompt(ids(9))
     history.feed(0, 6, 2, None)
     history.feed(6, 9, 2, None)
     history.feed(9, 10, 2, None)
-    assert torch.equal(history.ids, ids(9))
+    assert torch.equal(history.known, ids(9))
 
 
 def test_ids_grow_one_by_one() -> None:
-    history, tokens = TokenHistory(), ids(300, 1)
+    history, tokens = TokenIds(), ids(300, 1)
     for at in range(300):
         history.feed(at, at + 1, 1, tokens[:, at : at + 1])
-    assert torch.equal(history.ids, tokens)
+    assert torch.equal(history.known, tokens)
     twin = history.copy()
     history.crop(10)
-    assert torch.equal(twin.ids, tokens)
+    assert torch.equal(twin.known, tokens)
 
 
 # --- other caches -------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ def test_crop_takes_the_tensor_that_older_versions_pass() -> None:
     twins.paged.crop(-count)
     count += 7
     assert twins.paged.get_seq_length() == 16
-    assert type(twins.paged._state.step_end) is int
+    assert type(twins.paged._state.rows.end) is int
 
 
 def test_a_dropped_cache_dies_at_once() -> None:

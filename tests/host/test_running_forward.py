@@ -1,16 +1,24 @@
-"""What the frames of a running call tell, on this Python."""
+"""What the frames of a running call tell, on this Python and under this host."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from transformers.generation import GenerationMixin
+from transformers.models.llama.modeling_llama import LlamaModel
 
-from hf_paged_cache.host.running_forward import Ending
+from hf_paged_cache import PagedCache
+from hf_paged_cache.host import running_forward
+from hf_paged_cache.host.frames import Place
+from tests.support.models import cache_kwarg, shared_model
+from tests.support.quantized import feed, ids
 
 HELD: list[Any] = []
 
@@ -20,10 +28,12 @@ def _nothing_held() -> None:
     HELD.clear()
 
 
-def _planted() -> Ending:
+def _planted() -> Place:
     frame = sys._getframe(1)
-    assert Ending.of(frame) is Ending.of(frame)
-    return Ending.of(frame)
+    place = Place.of(frame)
+    assert Place.of(frame) is place
+    assert place.is_running()
+    return place
 
 
 def forward(do: Callable[[], Any] = lambda: None) -> Any:
@@ -93,7 +103,7 @@ def test_an_error_that_was_caught_inside() -> None:
     ending = caught()
     assert ending.has_returned() is True  # its frame is kept by the error's traceback
     forward(catch_inside)
-    assert next(held for held in HELD if isinstance(held, Ending)).has_returned() is True
+    assert next(held for held in HELD if isinstance(held, Place)).has_returned() is True
 
 
 def test_a_call_that_a_thread_began_with() -> None:
@@ -101,3 +111,51 @@ def test_a_call_that_a_thread_began_with() -> None:
     thread.start()
     thread.join()
     assert HELD[0].has_returned() is True
+
+
+# --- which call of a model is in progress -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "falcon", "gemma2"])
+def test_the_stack_tells_which_call_brings_keys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shared_model(case)
+    seen: list[running_forward.ModelCall] = []
+    update: Callable[..., Any] = PagedCache.update
+
+    def watch(self: PagedCache, *args: Any, **kwargs: Any) -> Any:
+        call = running_forward.current()
+        assert call.forward.is_here
+        assert [place.is_running() for place in (call.forward, call.root)] == [True, True]
+        seen.append(call)
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(PagedCache, "update", watch)
+    feed(model, PagedCache(model), ids(7))
+    model.generate(ids(7), max_new_tokens=2, do_sample=False, **{cache_kwarg(): PagedCache(model)})
+    plain, generated = seen[0], seen[-1]
+    assert (plain.is_generating, generated.is_generating) == (False, True)
+    assert torch.equal(plain.input_ids, ids(7))  # type: ignore[arg-type]
+    assert plain.position_ids.flatten()[:7].tolist() == list(range(7))  # type: ignore[union-attr]
+    assert not any(place.is_running() for call in seen for place in (call.forward, call.root))
+
+
+def test_without_a_model_on_the_stack_nothing_is_claimed() -> None:
+    call = running_forward.current()
+    assert (call.forward.frame, call.root.frame) == (None, None)
+    assert (call.use_cache, call.position_ids, call.input_ids) == (None, None, None)
+    assert not call.is_generating
+
+
+def test_the_host_has_the_names_that_are_looked_for() -> None:
+    generate, drafts = map(inspect.unwrap, (GenerationMixin.generate, GenerationMixin._assisted_decoding))
+    assert (generate.__code__.co_name, drafts.__code__.co_name) == ("generate", "_assisted_decoding")
+    assert all(each.__module__.startswith("transformers.generation") for each in (generate, drafts))
+    assert {"input_ids", "generation_config", "model_kwargs"} <= set(inspect.signature(drafts).parameters)
+    around, function = [], LlamaModel.forward
+    while hasattr(function, "__wrapped__"):
+        around.append(function.__code__)
+        function = function.__wrapped__
+    assert running_forward._FILLS_IN_DEFAULTS in [code.co_qualname for code in around]
+    assert any(code.co_flags & running_forward._TAKES_ANYTHING for code in around)
+    named = {"self", "input_ids", "attention_mask", "position_ids", "use_cache"}
+    assert named <= {*inspect.signature(function).parameters}

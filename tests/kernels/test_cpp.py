@@ -70,7 +70,7 @@ def test_decode_is_a_dense_softmax(case: Case, dtype: torch.dtype, isa: str) -> 
     problem = built(case, dtype)
     got, lse = cpp.decode(problem.blocks, problem.attention, return_lse=True)
     assert_answers(problem, got, lse)
-    assert torch.equal(cpp.decode(problem.blocks, problem.attention), got)
+    assert torch.equal(cpp.decode(problem.blocks, problem.attention)[0], got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,13 +86,13 @@ def test_one_thread_and_two_agree(name: str, dtype: torch.dtype, threads: None) 
 
 def test_float32_is_as_exact_as_float32_sums_can_be() -> None:
     problem = built(Case("long", batch=1, end=3000, group=3, head_dim=128), torch.float32)
-    assert rms_ratio(cpp.decode(problem.blocks, problem.attention), problem.want) < 6e-7
+    assert rms_ratio(cpp.decode(problem.blocks, problem.attention)[0], problem.want) < 6e-7
 
 
 def test_equal_scores_of_a_wholly_finfo_min_row_give_the_average_of_its_values() -> None:
     problem = built(Case("long", batch=1, end=700, kv_heads=1), torch.float32)
     mask = torch.full((1, 1, 1, 700), torch.finfo(torch.float32).min)
-    got = cpp.decode(problem.blocks, replace(problem.attention, mask=mask))
+    got = cpp.decode(problem.blocks, replace(problem.attention, mask=mask))[0]
     assert rms_ratio(got[0, 0, 0], problem.values[0, 0].double().mean(0)) < 1e-5
 
 
@@ -100,14 +100,14 @@ def test_finfo_min_mask_hides_a_token_beside_others(isa: str) -> None:
     case = Case("finfo", end=130, mask="finfo_min", group=3)
     for dtype in (torch.float32, torch.bfloat16):
         problem = built(case, dtype)
-        assert_answers(problem, cpp.decode(problem.blocks, problem.attention))
+        assert_answers(problem, cpp.decode(problem.blocks, problem.attention)[0])
 
 
 def test_nan_that_is_attended_reaches_the_output(isa: str) -> None:
     problem = build(Case("nan", batch=2, end=65), torch.float32)
     block, slot = problem.blocks.table[1, 0], 5
     problem.blocks.values[block, 1, slot, 7] = torch.nan
-    got = cpp.decode(problem.blocks, problem.attention)
+    got = cpp.decode(problem.blocks, problem.attention)[0]
     nan = got.isnan().nonzero().tolist()
     assert nan == [[1, 0, 1, 7]]
 
@@ -121,21 +121,21 @@ def test_nan_that_is_attended_reaches_the_output(isa: str) -> None:
 
 def test_large_garbage_in_unread_slots_changes_no_bit() -> None:
     problem = build(Case("garbage", end=65, group=3, mask="bool_padding"), torch.bfloat16)
-    want = cpp.decode(problem.blocks, problem.attention)
+    want = cpp.decode(problem.blocks, problem.attention)[0]
     for tensor in (problem.blocks.keys, problem.blocks.values):
         tensor.nan_to_num_(nan=1e4)
-    assert torch.equal(cpp.decode(problem.blocks, problem.attention), want)
+    assert torch.equal(cpp.decode(problem.blocks, problem.attention)[0], want)
 
 
 def test_queries_of_any_strides_give_the_same_answer() -> None:
     problem = built(Case("strides", q_tokens=3, group=3, end=100), torch.float32)
     a = problem.attention
-    want = cpp.decode(problem.blocks, a)
+    want = cpp.decode(problem.blocks, a)[0]
     contiguous = a.query.contiguous()
     spread = torch.full((*contiguous.shape[:-1], 2 * contiguous.shape[-1]), torch.nan)
     spread[..., ::2] = contiguous
     for query in (contiguous, spread[..., ::2]):
-        assert torch.equal(cpp.decode(problem.blocks, replace(a, query=query)), want)
+        assert torch.equal(cpp.decode(problem.blocks, replace(a, query=query))[0], want)
 
 
 def test_no_tokens_give_zeros() -> None:
@@ -194,16 +194,16 @@ def test_offsets_past_2_31_elements_are_reached() -> None:
     cpp.write(blocks, states, states, 0)
     assert torch.equal(keys[num_blocks - 1, 0], states[0, 0, :16])
     a = Attention(torch.randn(1, 3, 1, 64).bfloat16(), 0, 20, 0.125)
-    assert rms_ratio(cpp.decode(blocks, a), reference.decode(blocks, a)) < 3e-3
+    assert rms_ratio(cpp.decode(blocks, a)[0], reference.decode(blocks, a)[0]) < 3e-3
 
 
 def test_blocks_are_prepared_anew_after_the_table_is_replaced() -> None:
     problem = build(Case("table", end=130, group=3), torch.float32)
-    want = cpp.decode(problem.blocks, problem.attention)
+    want = cpp.decode(problem.blocks, problem.attention)[0]
     swapped = problem.blocks.table.flip(0).contiguous()
     problem.blocks.table, problem.blocks.native = swapped, None
     a = replace(problem.attention, query=problem.attention.query.flip(0))
-    assert torch.equal(cpp.decode(problem.blocks, a), want.flip(0))
+    assert torch.equal(cpp.decode(problem.blocks, a)[0], want.flip(0))
 
 
 def test_copy_blocks_copies_whole_blocks_only() -> None:
@@ -306,7 +306,7 @@ def test_python_threads_may_call_at_once() -> None:
     def work() -> None:
         try:
             for problem in problems * 3:
-                assert_answers(problem, cpp.decode(problem.blocks, problem.attention))
+                assert_answers(problem, cpp.decode(problem.blocks, problem.attention)[0])
         except BaseException as failure:
             failures.append(failure)
 

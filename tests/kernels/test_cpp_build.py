@@ -15,14 +15,14 @@ from hf_paged_cache.kernels.cpp import build
 
 PROGRAM = """
 import torch
-from hf_paged_cache.kernels import cpu
-from hf_paged_cache.kernels.problem import Attention, LayerBlocks
+from hf_paged_cache.kernels import cpp
+from hf_paged_cache.kernels.call import Attention, LayerBlocks
 
-assert cpu.unavailable_reason() is None, cpu.unavailable_reason()
+assert cpp.unavailable_reason() is None, cpp.unavailable_reason()
 blocks = LayerBlocks(torch.ones(1, 1, 16, 8), torch.ones(1, 1, 16, 8), torch.zeros(1, 1, dtype=torch.int32))
-assert cpu.decode(blocks, Attention(torch.ones(1, 1, 1, 8), 0, 16, 1.0)).tolist() == [[[[1.0] * 8]]]
+assert cpp.decode(blocks, Attention(torch.ones(1, 1, 1, 8), 0, 16, 1.0))[0].tolist() == [[[[1.0] * 8]]]
 mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}
-print(cpu.isa(), len(mapped))
+print(cpp.isa(), len(mapped))
 """
 
 needs_compiler = pytest.mark.skipif(

@@ -436,7 +436,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> LayerBlocks:
     """Blocks for which no backend has been chosen yet."""
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "_chosen", {})
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     return build_problem(CASES[0]).blocks
 
 

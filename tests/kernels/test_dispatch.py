@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend forced, nothing chosen, nothing said."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "_chosen", {})
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def _fast(*, unavailable: str | None = None, unsupported: str | None = None) -> 
     return SimpleNamespace(
         unavailable_reason=lambda: unavailable,
         unsupported_reason=lambda blocks: unsupported,
-        decode=lambda blocks, a, *, return_lse=False: "fast",
+        decode=lambda blocks, a, *, return_lse=False: ("fast", None),
         write=lambda blocks, keys, values, start: None,
         copy_blocks=lambda pool, src, dst: None,
         isa=lambda: "avx1024",
@@ -62,7 +63,7 @@ def _fast(*, unavailable: str | None = None, unsupported: str | None = None) -> 
 def test_first_backend_that_can_run_is_taken(monkeypatch: pytest.MonkeyPatch, blocks: LayerBlocks) -> None:
     _use_backends(monkeypatch, fast=_fast(), torch=torch_kernels)
     assert dispatch.backend_name(blocks) == "fast"
-    assert dispatch.decode(blocks, build(Case("b")).attention) == "fast"
+    assert dispatch.decode(blocks, build(Case("b")).attention)[0] == "fast"
     assert _explained(blocks) == [("fast", "will run (avx1024)"), ("torch", "a faster one runs")]
 
 
@@ -91,18 +92,31 @@ def test_blocks_that_a_backend_does_not_support_do_not_decide_for_others(
 
 
 @pytest.mark.parametrize("name", ["cpp", "torch", "reference"])
-def test_environment_forces_a_backend_at_any_time(
+def test_environment_forces_a_backend_for_layers_that_are_bound_after_it(
     name: str, monkeypatch: pytest.MonkeyPatch, blocks: LayerBlocks, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dispatch._BACKENDS["cpp"].load(), "unavailable_reason", lambda: None)
     assert dispatch.backend_name(blocks) == "cpp"
     monkeypatch.setenv(VARIABLE, name)
-    assert dispatch.backend_name(blocks) == name
+    assert dispatch.backend_name(blocks) == "cpp"
+    later = build(Case("b")).blocks
+    assert dispatch.backend_name(later) == name
+    assert dispatch.backend_name(copy.deepcopy(blocks)) == name  # whose memory is new
     running = [each.name for each in dispatch.explain(blocks) if each.standing is dispatch.Standing.RUNS]
     assert running == [name]
     monkeypatch.delenv(VARIABLE)
-    assert dispatch.backend_name(blocks) == "cpp"
+    assert dispatch.backend_name(later) == name
+    assert dispatch.backend_name(build(Case("b")).blocks) == "cpp"
     assert not caplog.records
+
+
+def test_a_bound_layer_does_not_look_at_the_environment(
+    monkeypatch: pytest.MonkeyPatch, blocks: LayerBlocks
+) -> None:
+    dispatch.backend_name(blocks)
+    monkeypatch.setattr(dispatch, "os", None)
+    dispatch.decode(blocks, build(Case("b")).attention)
+    dispatch.gather(blocks, 0, 1)
 
 
 def test_empty_environment_forces_nothing(monkeypatch: pytest.MonkeyPatch, blocks: LayerBlocks) -> None:

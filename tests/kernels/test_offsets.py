@@ -152,11 +152,11 @@ def test_what_has_no_scale_is_refused_from_where_a_row_begins(name: str, backend
 
 
 def test_tables_that_are_too_short_for_where_a_row_begins_are_refused() -> None:
-    cpu = module_of("cpu")
-    padded, _ = both(None, cpu)
+    cpp = module_of("cpp")
+    padded, _ = both(None, cpp)
     keys, values = states("cpu")
     end = PROMPT + STEPS + 20  # row 0 would have 75 tokens in 4 blocks
     with pytest.raises(AssertionError, match="outside the pool"):
-        cpu.write(padded, keys[:, :, :20].nan_to_num(), values[:, :, :20].nan_to_num(), end - 20)
+        cpp.write(padded, keys[:, :, :20].nan_to_num(), values[:, :, :20].nan_to_num(), end - 20)
     with pytest.raises(AssertionError, match="outside the pool"):
-        cpu.decode(padded, Attention(torch.zeros(4, HEADS, 1, DIM), 0, end, 1.0))
+        cpp.decode(padded, Attention(torch.zeros(4, HEADS, 1, DIM), 0, end, 1.0))

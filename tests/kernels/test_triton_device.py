@@ -103,7 +103,7 @@ def test_a_try_that_fails_is_made_once_and_leaves_torch_with_one_warning(
     }
     monkeypatch.setattr(dispatch, "_BACKENDS", entries)
     monkeypatch.setattr(dispatch, "_chosen", {})
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     blocks = build(Case("b", end=3)).blocks
     pool = torch.arange(2.0)[:, None].clone()
     with caplog.at_level(logging.WARNING, logger="hf_paged_cache"):

@@ -290,19 +290,19 @@ class LiveCaches:
 
     def teardown(self) -> None:
         """When the last cache of a pool is gone, all blocks are there again."""
-        sections = [group.section for one in self.live for group in one.cache._state.groups]
+        stores = [group.store for one in self.live for group in one.cache._state.groups]
         self.live = []
         if not self._is_sound:
             return  # what failed holds caches alive
         for _ in range(2):
-            for section in sections:
-                section.collect()
-            if not any(section.blocks.num_referenced for section in sections):
+            for store in stores:
+                store.collect()
+            if not any(store.blocks.num_referenced for store in stores):
                 break
             gc.collect()
-        for section in sections:
-            section.blocks.check_integrity([])
-            assert section.blocks.num_free == section.blocks.num_blocks
+        for store in stores:
+            store.blocks.check_integrity([])
+            assert store.blocks.num_free == store.blocks.num_blocks
 
 
 def spoilt(keys: torch.Tensor, values: torch.Tensor, fault: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,10 +29,10 @@ def poison(cache: PagedCache, *, too_many: int = 0) -> None:
         too_many: Newest tokens of every row that are overwritten too, to see that this shows.
     """
     state = cache._state
-    for group in state.groups if state.batch else ():
+    for group in state.groups if state.rows.batch else ():
         for layer_idx in group.claimed:
             blocks = group.blocks_of(layer_idx)
-            records, slots = _tokens_in(group, layer_idx, max(0, state.tokens[layer_idx] - too_many))
+            records, slots = _tokens_in(group, layer_idx, max(0, state.rows.tokens[layer_idx] - too_many))
             if blocks.records is None:
                 slots = records
             else:
@@ -51,24 +51,25 @@ def _tokens_in(group: LayerGroup, layer_idx: int, length: int) -> tuple[dict[int
     blocks = group.blocks_of(layer_idx)
     records: dict[int, int] = {}
     slots: dict[int, int] = {}
-    for member in group.section.members:
-        theirs = member.blocks_of(layer_idx) if layer_idx in member.claimed else None
-        if theirs is None or _place_of(theirs) != _place_of(blocks):
+    pool, size = group._layers[layer_idx][0], blocks.block_size
+    for holder in group.store.holders:
+        if not any(each.tensors is pool.tensors for each in holder.pools):
             continue
-        tokens, size = length if member is group else member.num_tokens, blocks.block_size
-        for row, table in zip(theirs.table.tolist(), member.manager.tables, strict=True):
+        is_own = holder is group.holder
+        tokens = length if is_own else holder.manager.num_tokens
+        for row, table in enumerate(holder.manager.tables):
             own = table.token_at(tokens)
             for column in range(-(-own // size)):
-                entry, held = row[column], min(size, own - column * size)
+                entry, held = table.ids[column], min(size, own - column * size)
+                if is_own:
+                    entry = int(blocks.table[row, column])
+                elif pool.layout is not None and column in table.dense:
+                    continue
                 if entry > NULL_BLOCK:
                     records[entry] = max(held, records.get(entry, 0))
-                elif entry < NULL_BLOCK and member is group:
+                elif entry < NULL_BLOCK:
                     slots[dense_entry(entry)] = held
     return records, slots
-
-
-def _place_of(blocks: LayerBlocks) -> int:
-    return (blocks.keys if blocks.records is None else blocks.records).data_ptr()
 
 
 def _mask(count: int, size: int, held: dict[int, int]) -> torch.Tensor:

@@ -1,41 +1,39 @@
 """Paged attention on CPUs: C++ that reads keys and values straight from their blocks, records included.
 
 The library is compiled on first use (`build`) and called through `ctypes` with data pointers. It needs no
-torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`.
+torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`. What the functions of
+a backend mean is said in `reference`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import struct
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import TYPE_CHECKING
 
 import torch
 
-from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.call import Attention, LayerBlocks
 from hf_paged_cache.kernels.reference import unstorable
 
-from . import build, layout
+from . import build, structs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hf_paged_cache.formats import RecordFormat
 
 logger = logging.getLogger("hf_paged_cache")
 
 _MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
-# Records of abi.h and records.cpp, field by field.
-_CALL = struct.Struct("=1q 3q 2q 2q 2q 2d 1q 3q 2q 4q 1q")
-_NEW_TOKENS = struct.Struct("=2q 3q 3q 3q")
-_GATHER = struct.Struct("=2q 3q")
-
-_BLOCK_OUT_OF_RANGE = 1
-_OUT_OF_MEMORY = 2
-_UNSTORABLE_KEYS = 3
-_UNSTORABLE_VALUES = 4
-_PART_OF_A_BLOCK = 5
+# `Status` of abi.h.
+_OUT_OF_MEMORY = 1
+_BLOCK_OUT_OF_RANGE = 2
+_PART_OF_A_BLOCK = 3
+_UNSTORABLE = {4: "K", 5: "V"}
 
 _ANY_LENGTH = 1 << 62
 
@@ -47,10 +45,10 @@ _loaded: build.Library | str | None = None
 class _Native:
     """`LayerBlocks` as the library takes it.
 
-    It keeps alive what `record` points into, and holds good as long as those are the tensors of the blocks.
+    It keeps alive what `struct` points into, and holds good as long as those are the tensors of the blocks.
     """
 
-    record: bytes
+    struct: structs.Blocks
     tensors: tuple[torch.Tensor | None, ...]  # keys, values, table, records, offsets
     shape: tuple[int, int, int]  # batch, head_dim, kv_heads
     v_head_dim: int
@@ -67,10 +65,10 @@ def _load() -> build.Library | str:
         if _loaded is None:
             try:
                 library = build.load()
+                _declare(library.handle)
             except (build.BuildError, OSError) as error:
                 _loaded = str(error)
             else:
-                _declare(library.handle)
                 if library.problems:
                     logger.warning(" ".join(library.problems))
                 _loaded = library
@@ -78,21 +76,36 @@ def _load() -> build.Library | str:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    integer = ctypes.c_int64
-    for function in (handle.paged_decode, handle.paged_write, handle.paged_gather):
-        function.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    """Tell ctypes what the functions take.
+
+    Raises:
+        build.BuildError: The library takes other structs.
+    """
+    integer, pointer = ctypes.c_int64, ctypes.POINTER
+    for struct in (structs.Blocks, structs.Call, structs.Tokens):
+        function = getattr(handle, f"paged_bytes_of_{struct.__name__.lower()}")
+        function.restype = integer
+        if (there := function()) != (here := ctypes.sizeof(struct)):
+            raise build.BuildError(
+                f"The C++ kernel and its Python side do not fit: the struct {struct.__name__} has {there} "
+                f"bytes in abi.h and {here} in structs.py. Install hf-paged-cache again: its files are of "
+                "different versions."
+            )
+    handle.paged_decode.argtypes = [pointer(structs.Blocks), pointer(structs.Call)]
+    for function in (handle.paged_write, handle.paged_gather):
+        function.argtypes = [pointer(structs.Blocks), pointer(structs.Tokens)]
     for function in (handle.paged_encode_blocks, handle.paged_decode_blocks):
-        function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, integer, integer]
+        function.argtypes = [pointer(structs.Blocks), ctypes.c_void_p, ctypes.c_void_p, integer, integer]
     handle.paged_copy_blocks.argtypes = [integer, integer, ctypes.c_void_p, ctypes.c_void_p, integer, integer]
     handle.paged_copy_blocks.restype = None
     handle.paged_scratch_bytes.restype = integer
 
 
-def _handle() -> ctypes.CDLL:
+def _library() -> build.Library:
     loaded = _loaded if type(_loaded) is build.Library else _load()
     if isinstance(loaded, str):
         raise AssertionError(f"the C++ kernel was called although it is unavailable: {loaded}")
-    return loaded.handle
+    return loaded
 
 
 def unavailable_reason() -> str | None:
@@ -103,20 +116,17 @@ def unavailable_reason() -> str | None:
 
 def isa() -> str:
     """The instruction set that the kernel was compiled for: `avx512`, `avx2` or `portable`."""
-    loaded = _load()
-    if isinstance(loaded, str):
-        raise AssertionError(f"the C++ kernel has no instruction set because it is unavailable: {loaded}")
-    return loaded.isa
+    return _library().isa
 
 
 def scratch_bytes() -> int:
     """Bytes of working memory that the kernel keeps between calls, over all calling threads."""
-    return int(_handle().paged_scratch_bytes()) if isinstance(_loaded, build.Library) else 0
+    return int(_library().handle.paged_scratch_bytes()) if isinstance(_loaded, build.Library) else 0
 
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None when the kernel can serve these blocks, otherwise a sentence. Compiles nothing."""
-    return None if _is_prepared(blocks) else layout.unsupported_reason(blocks)
+    return None if _is_prepared(blocks) else structs.unsupported_reason(blocks)
 
 
 def _is_prepared(blocks: LayerBlocks) -> bool:
@@ -143,47 +153,34 @@ def _prepare(blocks: LayerBlocks) -> _Native:
         raise AssertionError(f"the C++ kernel was given blocks that it does not support: {reason}")
     _, kv_heads, block_size, head_dim = blocks.keys.shape
     batch, max_blocks = blocks.table.shape
-    # Rows that begin later reach further; the library looks at the table's width itself.
-    capacity = max_blocks * block_size if blocks.offsets is None else _ANY_LENGTH
     native = _Native(
-        layout.pack(blocks),
+        structs.blocks_struct(blocks),
         (blocks.keys, blocks.values, blocks.table, blocks.records, blocks.offsets),
         (batch, head_dim, kv_heads),
         blocks.values.shape[3],
-        capacity,
+        # Rows that begin later reach further; the library looks at the table's width itself.
+        max_blocks * block_size if blocks.offsets is None else _ANY_LENGTH,
         blocks.keys.dtype,
     )
     blocks.native = native
     return native
 
 
-def _fail(status: int) -> None:
-    if status == _BLOCK_OUT_OF_RANGE:
-        raise AssertionError("the block table names a block outside the pool")
+def _check(status: int) -> None:
+    """Raise what a status means."""
+    if status == 0:
+        return
     if status == _OUT_OF_MEMORY:
         raise MemoryError("no memory for the working space of paged attention")
-    if status in (_UNSTORABLE_KEYS, _UNSTORABLE_VALUES):
-        raise unstorable("K" if status == _UNSTORABLE_KEYS else "V")
+    if status == _BLOCK_OUT_OF_RANGE:
+        raise AssertionError("the block table names a block outside the pool")
     if status == _PART_OF_A_BLOCK:
         raise AssertionError("tokens of part of a block were written to a record that takes whole blocks")
-    raise AssertionError(f"the C++ kernel returned status {status}, which it has not")
+    raise unstorable(_UNSTORABLE[status])
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens at positions `start`, `start + 1`, … of every row. Tokens of null blocks are dropped.
-
-    Records get whole blocks, unless their format is per token.
-
-    Args:
-        blocks: Where to.
-        key_states: `[batch, kv_heads, tokens, head_dim]`, dtype of the blocks.
-        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Position of the first token.
-
-    Raises:
-        UnstorableValueError: A quantized layer got NaN, infinity, or a magnitude above
-            `formats.LARGEST_VALUE`. Nothing was written.
-    """
+    """Store new tokens."""
     native = _native(blocks)
     batch, kv_heads, tokens, head_dim = key_states.shape
     if (
@@ -203,38 +200,18 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
     value_batch, value_head, value_token, value_element = value_states.stride()
     if key_element != 1 or value_element != 1:
         return write(blocks, key_states.contiguous(), value_states.contiguous(), start)
-    fresh = _NEW_TOKENS.pack(
-        *(key_states.data_ptr(), value_states.data_ptr()),
-        *(key_batch, key_head, key_token, value_batch, value_head, value_token),
+    fresh = structs.Tokens(
+        (key_states.data_ptr(), key_batch, key_head, key_token),
+        (value_states.data_ptr(), value_batch, value_head, value_token),
         *(tokens, start, torch.get_num_threads()),
     )
-    if status := _handle().paged_write(native.record, fresh):
-        _fail(status)
-
-
-@overload
-def decode(blocks: LayerBlocks, a: Attention, *, return_lse: Literal[False] = False) -> torch.Tensor: ...
-@overload
-def decode(
-    blocks: LayerBlocks, a: Attention, *, return_lse: Literal[True]
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    _check(_library().handle.paged_write(native.struct, fresh))
 
 
 def decode(
     blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attend stored tokens. Fastest for few query tokens, right for any number.
-
-    Args:
-        blocks: The stored tokens; not modified.
-        a: The question.
-        return_lse: Also return the log of the softmax's denominator, to merge it with other parts'.
-
-    Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, dtype of the query. With `return_lse` also
-        float32 `[batch, q_heads, q_tokens]`: natural log, sink included, -inf where there is neither a
-        visible token nor a sink.
-    """
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend stored tokens. Fastest for few query tokens, right for any number."""
     native = _native(blocks)
     query = a.query
     batch, q_heads, q_tokens, head_dim = query.shape
@@ -257,31 +234,21 @@ def decode(
     lse = torch.empty((batch, q_heads, q_tokens), dtype=torch.float32) if return_lse else None
     sinks = None if a.sinks is None else a.sinks.to("cpu", torch.float32).contiguous()
     mask = None if a.mask is None else _expand_mask(a.mask, (batch, q_heads, q_tokens, a.end - a.start))
-    call = _CALL.pack(
-        *(query.data_ptr(), query_batch, query_head, query_token, q_heads, q_tokens),
-        *(out.data_ptr(), 0 if lse is None else lse.data_ptr(), a.start, a.end, a.scale, a.softcap or 0.0),
+    call = structs.Call(
+        (query.data_ptr(), query_batch, query_head, query_token),
+        *(q_heads, q_tokens, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
+        *(a.start, a.end, a.scale, a.softcap or 0.0),
         *(0 if sinks is None else sinks.data_ptr(), a.window or 0, a.causal),
         a.end - q_tokens if a.queries_are_last else a.end,
         *((0, 0, 0, 0, 0, 0) if mask is None else (mask.data_ptr(), _MASK_TYPES[mask.dtype], *mask.stride())),
         torch.get_num_threads(),
     )
-    if status := _handle().paged_decode(native.record, call):
-        _fail(status)
-    return out if lse is None else (out, lse)
+    _check(_library().handle.paged_decode(native.struct, call))
+    return out, lse
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens `[start, end)` of a quantized layer as dense tensors; null blocks read as zeros.
-
-    Args:
-        blocks: With records.
-        start: Position of the first token.
-        end: One past the last.
-
-    Returns:
-        Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]` in the model's dtype,
-        contiguous.
-    """
+    """The columns `[start, end)` of a quantized layer as dense tensors."""
     native = _native(blocks)
     if blocks.records is None or not 0 <= start <= end <= native.capacity_tokens:
         raise AssertionError(
@@ -292,9 +259,12 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     new = torch.empty if blocks.offsets is None else torch.zeros
     keys = new((batch, kv_heads, end - start, head_dim), dtype=native.dtype)
     values = new((batch, kv_heads, end - start, native.v_head_dim), dtype=native.dtype)
-    wanted = _GATHER.pack(keys.data_ptr(), values.data_ptr(), start, end, torch.get_num_threads())
-    if status := _handle().paged_gather(native.record, wanted):
-        _fail(status)
+    wanted = structs.Tokens(
+        (keys.data_ptr(), *keys.stride()[:3]),
+        (values.data_ptr(), *values.stride()[:3]),
+        *(end - start, start, torch.get_num_threads()),
+    )
+    _check(_library().handle.paged_gather(native.struct, wanted))
     return keys, values
 
 
@@ -306,17 +276,8 @@ def encode_blocks(
     slots: list[int],
     ids: list[int],
 ) -> None:
-    """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
-
-    Args:
-        form: What the bytes of the records mean.
-        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, contiguous, changed in place.
-        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`, contiguous.
-        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`, contiguous.
-        slots: Slots to read.
-        ids: As many distinct records to overwrite.
-    """
-    _convert(_handle().paged_encode_blocks, form, records, keys, values, slots, ids)
+    """Seal full blocks, all layers of a pool at once. The pools are contiguous."""
+    _convert(_library().handle.paged_encode_blocks, form, records, keys, values, slots, ids)
 
 
 def decode_blocks(
@@ -327,11 +288,8 @@ def decode_blocks(
     slots: list[int],
     ids: list[int],
 ) -> None:
-    """The way back, for blocks that are written to again: `keys[slots[i]]` becomes what `records[ids[i]]` is.
-
-    Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
-    """
-    _convert(_handle().paged_decode_blocks, form, records, keys, values, slots, ids)
+    """The way back, for blocks that are written to again. The pools are contiguous."""
+    _convert(_library().handle.paged_decode_blocks, form, records, keys, values, slots, ids)
 
 
 def _convert(
@@ -361,10 +319,8 @@ def _convert(
         records=records.flatten(1, 2),
         form=form,
     )
-    record = _prepare(one_layer).record
-    slot_array, id_array = (ctypes.c_int64 * count)(*slots), (ctypes.c_int64 * count)(*ids)
-    if status := function(record, slot_array, id_array, count, torch.get_num_threads()):
-        _fail(status)
+    struct = _prepare(one_layer).struct
+    _check(function(struct, _integers(slots), _integers(ids), count, torch.get_num_threads()))
 
 
 def _expand_mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
@@ -376,13 +332,7 @@ def _expand_mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.
 
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
-    """Copy whole blocks inside a pool: `pool[dst[i]] = pool[src[i]]`, all sources being read first.
-
-    Args:
-        pool: `[num_blocks, ...]`, contiguous, on the CPU, any dtype.
-        src: Blocks to copy from.
-        dst: As many distinct blocks to copy to.
-    """
+    """Copy whole blocks inside a pool. It is contiguous, on the CPU, of any dtype."""
     count = len(src)
     num_blocks = pool.shape[0]
     if len(dst) != count or not pool.is_contiguous():
@@ -396,6 +346,10 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     if not set(dst).isdisjoint(src):
         pool[dst] = pool[src]
         return
-    source, target = (ctypes.c_int64 * count)(*src), (ctypes.c_int64 * count)(*dst)
-    block_bytes = pool.stride(0) * pool.element_size()
-    _handle().paged_copy_blocks(pool.data_ptr(), block_bytes, source, target, count, torch.get_num_threads())
+    block_bytes, threads = pool.stride(0) * pool.element_size(), torch.get_num_threads()
+    copy = _library().handle.paged_copy_blocks
+    copy(pool.data_ptr(), block_bytes, _integers(src), _integers(dst), count, threads)
+
+
+def _integers(numbers: list[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(numbers))(*numbers)

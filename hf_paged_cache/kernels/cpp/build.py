@@ -31,8 +31,12 @@ from typing import IO
 
 from .library_folder import LibraryFile, LibraryFolder, cache_dir, private_folder, reason_of, take_back
 
-_SOURCE_DIR = Path(__file__).parent
-_SOURCES = ("quantized.cpp", "attention.cpp", "records.cpp", "copy.cpp")  # the slowest to compile first
+_SOURCE_DIR = Path(__file__).parent / "src"
+_SOURCES = (
+    "attend/record_layer.cpp",
+    "attend/decode.cpp",
+    "storage/tokens.cpp",
+)  # the slowest to compile first
 _COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
 _EXPORTS = (
     "paged_decode",
@@ -42,6 +46,7 @@ _EXPORTS = (
     "paged_decode_blocks",
     "paged_copy_blocks",
     "paged_scratch_bytes",
+    *(f"paged_bytes_of_{name}" for name in ("blocks", "call", "tokens")),
 )
 _NOT_KEPT = "The compiled kernel is not kept, so that every process compiles it anew"
 _VERSION_TIMEOUT_S = 60
@@ -241,8 +246,8 @@ def _check_status(process: subprocess.Popen[str], command: list[str], messages: 
 
 def _digest(command: list[str], version: str) -> str:
     digest = hashlib.sha256("\0".join([*command, version, platform.machine()]).encode())
-    for path in sorted([*_SOURCE_DIR.glob("*.h"), *_SOURCE_DIR.glob("*.cpp")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(path for ending in ("h", "cpp") for path in _SOURCE_DIR.rglob(f"*.{ending}")):
+        digest.update(path.relative_to(_SOURCE_DIR).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 
 
@@ -320,7 +325,7 @@ def _compile(command: list[str], folder: Path, path: Path) -> None:
         folder: For all that is needed meanwhile.
         path: The library to be.
     """
-    objects = {str(_SOURCE_DIR / source): str(folder / f"{source}.o") for source in _SOURCES}
+    objects = {str(_SOURCE_DIR / source): str(folder / f"{Path(source).stem}.o") for source in _SOURCES}
     _run_all([[*command, "-c", source, "-o", to] for source, to in objects.items()], folder)
     _run_all([[*command, *objects.values(), "-o", str(path)]], folder)
     path.chmod(0o755)  # whatever the umask

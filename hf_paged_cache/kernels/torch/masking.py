@@ -36,7 +36,7 @@ def read_mask(query: torch.Tensor, mask: torch.Tensor | None, tokens: int) -> Re
     """Take a mask apart.
 
     A query that is masked everywhere by a finite number (padding, in eager masks) averages all tokens alike.
-    Its log-sum-exp cannot say how many tokens a part had, because float32 drops log(n) beside -3e38; so what
+    Its log-sum-exp cannot say how many tokens there were, because float32 drops log(n) beside -3e38; so what
     is common to a whole row is taken out, and so are the scores that it would swallow. In other rows tokens
     masked by such a number count as not visible, so that eager masks are as fast as boolean ones.
 
@@ -58,10 +58,9 @@ def read_mask(query: torch.Tensor, mask: torch.Tensor | None, tokens: int) -> Re
     if far.any():
         shift = top.masked_fill(~far, 0.0)
         query, mask, taken = query.masked_fill(shift < SWALLOWS, 0.0), mask - shift, shift[..., 0]
-    visible = ~(mask <= SWALLOWS)  # a NaN is visible, so that it is seen
-    if mask.is_cpu and not mask.masked_fill(~visible, 0.0).any():
-        return ReadMask(query, visible, None, taken)
-    return ReadMask(query, visible, mask, taken)
+    visible = ~(mask <= SWALLOWS)  # a NaN is visible, so that it shows
+    adds_nothing = mask.is_cpu and not mask.masked_fill(~visible, 0.0).any()
+    return ReadMask(query, visible, None if adds_nothing else mask, taken)
 
 
 def accumulate_dtype(query: torch.Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""Attention of dense parts of the keys, and their merge by log-sum-exp.
+"""Attention over some of the keys, dense, and the merge of such partial answers by log-sum-exp.
 
-Softmax over a long row can be taken part by part if each part also says the logarithm of its denominator
+Softmax over a long row can be taken bit by bit if each partial answer has the logarithm of its denominator
 (online softmax, Milakov & Gimelshein 2018; as used between splits by Flash-Decoding, Dao et al. 2023).
 
 Heads are kept as `[kv_heads, group]` here, so that a group's queries can be laid end to end and share one
@@ -21,7 +21,7 @@ PACKED_MASK_TOKENS = 16
 
 
 @dataclass(slots=True)
-class Part:
+class Partial:
     """Attention over some of the keys.
 
     Attributes:
@@ -33,31 +33,27 @@ class Part:
     out: torch.Tensor
     lse: torch.Tensor
 
-    def merge(self, other: Part) -> Part:
-        """Attention over the keys of both parts."""
+    def merge(self, other: Partial) -> Partial:
+        """Attention over the keys of both."""
         weight = torch.sigmoid(other.lse - self.lse)
         weight = weight.masked_fill(other.lse == -torch.inf, 0.0)  # -inf - -inf is NaN
         mine, theirs = self.out.to(self.lse.dtype), other.out.to(self.lse.dtype)
-        return Part(torch.lerp(mine, theirs, weight[..., None]), torch.logaddexp(self.lse, other.lse))
+        return Partial(torch.lerp(mine, theirs, weight[..., None]), torch.logaddexp(self.lse, other.lse))
 
-    def with_sink(self, logits: torch.Tensor) -> Part:
-        """The part with one more key, of value zero.
-
-        Args:
-            logits: Its score, broadcastable to `lse`.
-        """
+    def with_sink(self, logits: torch.Tensor) -> Partial:
+        """The same with one more key, of value zero and these scores, broadcastable to `lse`."""
         weight = torch.sigmoid(self.lse - logits).masked_fill(self.lse == -torch.inf, 0.0)
-        return Part(self.out.to(self.lse.dtype) * weight[..., None], torch.logaddexp(self.lse, logits))
+        return Partial(self.out.to(self.lse.dtype) * weight[..., None], torch.logaddexp(self.lse, logits))
 
     def tokens_first(self, dtype: torch.dtype) -> torch.Tensor:
         """The output as `[batch, q_tokens, q_heads, v_head_dim]`, contiguous."""
         return self.out.permute(0, 3, 1, 2, 4).to(dtype).contiguous().flatten(2, 3)
 
 
-def nothing(query: torch.Tensor, v_head_dim: int) -> Part:
-    """The part without tokens, for queries `[batch, kv_heads, group, q_tokens, head_dim]`."""
+def nothing(query: torch.Tensor, v_head_dim: int) -> Partial:
+    """Attention over no tokens, for queries `[batch, kv_heads, group, q_tokens, head_dim]`."""
     lse = torch.full(query.shape[:4], -torch.inf, dtype=accumulate_dtype(query), device=query.device)
-    return Part(query.new_zeros(*query.shape[:4], v_head_dim), lse)
+    return Partial(query.new_zeros(*query.shape[:4], v_head_dim), lse)
 
 
 def split_heads(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -80,7 +76,7 @@ def attend(
     visible: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     causal: bool = False,
-) -> Part:
+) -> Partial:
     """Attention over dense keys. Queries that see nothing, and NaN in tokens that nobody sees, do no harm.
 
     Args:
@@ -97,19 +93,19 @@ def attend(
     if causal and not (flash and visible is None and bias is None):
         visible, causal = both(visible, causal_visible(query.shape[3], query.device)), False
     if visible is not None:
-        seen = any_over(split_heads(visible, query.shape[1]), 2, 3)  # [batch or 1, kv_heads or 1, tokens]
-        if not seen.all():
-            keys, values = (x.masked_fill(~seen[..., None], 0.0) for x in (keys, values))
+        hidden = ~any_over(split_heads(visible, query.shape[1]), 2, 3)  # [batch or 1, kv_heads or 1, tokens]
+        if hidden.any():
+            keys, values = (x.masked_fill(hidden[..., None], 0.0) for x in (keys, values))
     if flash:
-        part = _flash(query, keys, values, scale, additive(visible, bias, accumulate_dtype(query)), causal)
+        partial = _flash(query, keys, values, scale, additive(visible, bias, accumulate_dtype(query)), causal)
     else:
-        part = _plain(query, keys, values, scale, softcap, visible, bias)
+        partial = _plain(query, keys, values, scale, softcap, visible, bias)
     if visible is None:
-        return part
+        return partial
     blind = split_heads(~any_over(visible, 3), query.shape[1])
     if not blind.any():
-        return part
-    return Part(part.out.masked_fill(blind[..., None], 0.0), part.lse.masked_fill(blind, -torch.inf))
+        return partial
+    return Partial(partial.out.masked_fill(blind[..., None], 0.0), partial.lse.masked_fill(blind, -torch.inf))
 
 
 def _flash(
@@ -119,7 +115,7 @@ def _flash(
     scale: float,
     mask: torch.Tensor | None,
     causal: bool,
-) -> Part:
+) -> Partial:
     _, kv_heads, group, q_tokens, head_dim = query.shape
     v_head_dim = values.shape[3]
     if head_dim != v_head_dim:  # the operator wants them equal; zeros add nothing to q·k
@@ -139,7 +135,7 @@ def _flash(
     )
     dim, sizes = (2, (group, q_tokens)) if packed else (1, (kv_heads, group))
     out, lse = torch.unflatten(out, dim, sizes), torch.unflatten(lse, dim, sizes)
-    return Part(out[..., :v_head_dim], lse)
+    return Partial(out[..., :v_head_dim], lse)
 
 
 def _plain(
@@ -150,7 +146,7 @@ def _plain(
     softcap: float | None,
     visible: torch.Tensor | None,
     bias: torch.Tensor | None,
-) -> Part:
+) -> Partial:
     dtype = accumulate_dtype(query)
     kv_heads, group, q_tokens = query.shape[1:4]
     factor = scale if softcap is None else scale / softcap
@@ -165,4 +161,4 @@ def _plain(
     lse = torch.logsumexp(scores, dim=-1)
     weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
     out = weights.flatten(2, 3) @ values.to(dtype)
-    return Part(torch.unflatten(out, 2, (group, q_tokens)), lse)
+    return Partial(torch.unflatten(out, 2, (group, q_tokens)), lse)

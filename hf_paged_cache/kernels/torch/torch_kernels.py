@@ -7,19 +7,24 @@ dense history never exists as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import embedding
 
-from hf_paged_cache.formats import RecordFormat
+from hf_paged_cache.kernels import reference
 from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks, dense_entry
-from hf_paged_cache.kernels.reference import check_storable, decode_blocks, encode_blocks
 
-from . import partial_softmax
 from .masking import accumulate_dtype, all_over, both, read_mask
-from .partial_softmax import Part
+from .partial_softmax import Partial, attend, has_flash, nothing, split_heads
 
-__all__ = ["attend_blocks", "copy_blocks", "decode", "decode_blocks", "encode_blocks", "gather", "write"]
+if TYPE_CHECKING:
+    from hf_paged_cache.formats import RecordFormat
+
+# Plain torch runs wherever torch does, and formats are in it already.
+unavailable_reason, unsupported_reason = reference.unavailable_reason, reference.unsupported_reason
+encode_blocks, decode_blocks = reference.encode_blocks, reference.decode_blocks
 
 CHUNK_BYTES = 4 << 20
 """Keys and values of one chunk: about what a core's caches hold, so that attending re-reads from there."""
@@ -29,39 +34,17 @@ UNMASKED_TOKENS = 256
 """So many tokens that everybody sees are attended by themselves, without the mask of those before them."""
 
 
-def unavailable_reason() -> str | None:
-    """None: plain torch runs wherever torch does."""
-    return None
-
-
-def unsupported_reason(blocks: LayerBlocks) -> str | None:
-    """None: every dtype and device is served."""
-    return None
-
-
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens, those of columns `start, start + 1, ...` of every row.
-
-    Tokens that fall into a null block, or stand before a row begins, are dropped.
-
-    Args:
-        blocks: Changed in place.
-        key_states: `[batch, kv_heads, tokens, head_dim]`.
-        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Column of the first new token.
-    """
+    """As `Backend.write`."""
     if blocks.records is not None:
-        check_storable(blocks, key_states, value_states, start)
+        reference.check_storable(blocks, key_states, value_states, start)
     if blocks.offsets is None:
         _write(blocks, key_states, value_states, start)
         return
     for offset in set(blocks.offsets.tolist()):
         rows = (blocks.offsets == offset).nonzero()[:, 0]
-        alike = LayerBlocks(
-            blocks.keys, blocks.values, blocks.table[rows], records=blocks.records, form=blocks.form
-        )
         keys, values = (x[rows, :, max(offset - start, 0) :] for x in (key_states, value_states))
-        _write(alike, keys, values, max(start - offset, 0))
+        _write(replace(blocks, table=blocks.table[rows], offsets=None), keys, values, max(start - offset, 0))
 
 
 def _write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
@@ -111,17 +94,11 @@ def _write_records(
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns `[start, end)` as dense tensors; null blocks, and columns before a row begins, read as zeros.
-
-    Returns:
-        Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, contiguous copies.
-    """
+    """As `dispatch.gather`."""
     if start == end:
-        batch, kv_heads = blocks.table.shape[0], blocks.keys.shape[1]
-        return (
-            blocks.keys.new_empty(batch, kv_heads, 0, blocks.keys.shape[3]),
-            blocks.values.new_empty(batch, kv_heads, 0, blocks.values.shape[3]),
-        )
+        batch = blocks.table.shape[0]
+        keys, values = (x.new_empty(batch, x.shape[1], 0, x.shape[3]) for x in (blocks.keys, blocks.values))
+        return keys, values
     keys, values = _tokens(blocks, start, end)
     stored = _stored(blocks, start, end)
     if stored is not None:
@@ -131,38 +108,21 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
 
 def decode(
     blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attend the stored tokens `[a.start, a.end)`.
-
-    Args:
-        blocks: Keys and values. Not changed.
-        a: The question; every field is honoured.
-        return_lse: Also return the log-sum-exp that merges this answer with another part's.
-
-    Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
-        nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
-        denominator, the sink included; -inf where there is neither a visible token nor a sink.
-    """
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `Backend.decode`."""
     read = read_mask(a.query, a.mask, a.end - a.start)
-    query = partial_softmax.split_heads(read.query, blocks.keys.shape[1])
-    part = attend_blocks(blocks, a, query, read.visible, read.bias, chunk_tokens=_chunk_tokens(blocks, a))
-    part = with_sinks(part, a.sinks, read.taken)
-    out = part.tokens_first(a.query.dtype)
+    query = split_heads(read.query, blocks.keys.shape[1])
+    partial = attend_blocks(blocks, a, query, read.visible, read.bias, chunk_tokens=_chunk_tokens(blocks, a))
+    partial = with_sinks(partial, a.sinks, read.taken)
+    out = partial.tokens_first(a.query.dtype)
     if not return_lse:
-        return out
-    lse = part.lse.flatten(1, 2)
+        return out, None
+    lse = partial.lse.flatten(1, 2)
     return out, (lse if read.taken is None else lse + read.taken).float()
 
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
-    """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
-
-    Args:
-        pool: `[num_blocks, ...]`, changed in place.
-        src: Block ids to read.
-        dst: As many distinct block ids to overwrite.
-    """
+    """As `Backend.copy_blocks`."""
     assert len(src) == len(dst), f"{len(src)} blocks to read but {len(dst)} to overwrite"
     if src:
         pool[torch.tensor(dst, device=pool.device)] = pool[torch.tensor(src, device=pool.device)]
@@ -177,7 +137,7 @@ def attend_blocks(
     *,
     chunk_tokens: int,
     read: Callable[[LayerBlocks, int, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
-) -> Part:
+) -> Partial:
     """Attention over the stored tokens, chunk by chunk, without the sinks.
 
     Args:
@@ -190,55 +150,54 @@ def attend_blocks(
         read: What decodes quantized blocks, to values of the model's dtype. By default they are decoded here,
             to float32.
     """
-    merged: Part | None = None
-    tokens = _tokens if read is None or blocks.records is None else read
-    if blocks.records is not None and read is None:
-        query = query.to(accumulate_dtype(query))
+    merged: Partial | None = None
+    if read is None or blocks.records is None:
+        read = _tokens
+        query = query if blocks.records is None else query.to(accumulate_dtype(query))
     for start, end in _chunks(blocks, a.start, a.end, chunk_tokens):
-        columns = slice(start - a.start, end - a.start)
-        added = None if bias is None else bias[..., columns]
-        seen = _visible_by_position(blocks, a, start, end)
-        seen = both(seen, None if visible is None else visible[..., columns])
-        for first, last, shown in _pieces(blocks, seen, start, end):
-            keys, values = tokens(blocks, first, last)
-            part = partial_softmax.attend(
+        by_position = _visible_by_position(blocks, a, start, end)
+        by_mask = None if visible is None else visible[..., start - a.start : end - a.start]
+        for first, last, shown in _pieces(blocks, both(by_position, by_mask), start, end):
+            keys, values = read(blocks, first, last)
+            partial = attend(
                 query,
                 keys,
                 values,
                 scale=a.scale,
                 softcap=a.softcap,
                 visible=shown,
-                bias=None if added is None else added[..., first - start : last - start],
+                bias=None if bias is None else bias[..., first - a.start : last - a.start],
             )
-            merged = part if merged is None else merged.merge(part)
-    return partial_softmax.nothing(query, blocks.values.shape[3]) if merged is None else merged
+            merged = partial if merged is None else merged.merge(partial)
+    return nothing(query, blocks.values.shape[3]) if merged is None else merged
 
 
-def with_sinks(part: Part, sinks: torch.Tensor | None, taken: torch.Tensor | None) -> Part:
-    """The part with a sink per head, `[q_heads]`; `taken` as in `ReadMask`."""
+def with_sinks(partial: Partial, sinks: torch.Tensor | None, taken: torch.Tensor | None) -> Partial:
+    """Attention with a sink per head, `[q_heads]`; `taken` as in `ReadMask`."""
     if sinks is None:
-        return part
-    logits = sinks.to(part.lse.dtype)[None, :, None]  # [1, q_heads, 1]
+        return partial
+    logits = sinks.to(partial.lse.dtype)[None, :, None]  # [1, q_heads, 1]
     logits = logits if taken is None else logits - taken
-    return part.with_sink(torch.unflatten(logits, 1, part.lse.shape[1:3]))
+    return partial.with_sink(torch.unflatten(logits, 1, partial.lse.shape[1:3]))
+
+
+def scored_tokens(a: Attention) -> int:
+    """Tokens whose scores may be kept at one time, where they are kept."""
+    batch, q_heads, q_tokens, _ = a.query.shape
+    return SCORE_BYTES // (batch * q_heads * q_tokens * 4)
 
 
 def _chunk_tokens(blocks: LayerBlocks, a: Attention) -> int:
-    batch, q_heads, q_tokens, _ = a.query.shape
     kv_heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
-    tokens = CHUNK_BYTES // (batch * kv_heads * dims * blocks.keys.element_size())
-    if not partial_softmax.has_flash(a.query, a.softcap):
-        tokens = min(tokens, SCORE_BYTES // (batch * q_heads * q_tokens * 4))
-    return tokens
+    tokens = CHUNK_BYTES // (a.query.shape[0] * kv_heads * dims * blocks.keys.element_size())
+    return tokens if has_flash(a.query, a.softcap) else min(tokens, scored_tokens(a))
 
 
 def _chunks(blocks: LayerBlocks, start: int, end: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
     """`[start, end)` in runs of about `chunk_tokens`, at least a block, that meet at blocks' edges."""
     step = max(chunk_tokens // blocks.block_size, 1) * blocks.block_size
-    while start < end:
-        edge = min(start - start % blocks.block_size + step, end)
-        yield start, edge
-        start = edge
+    for first in range(start - start % blocks.block_size, end, step):
+        yield max(first, start), min(first + step, end)
 
 
 def _pieces(
@@ -268,7 +227,7 @@ def _pieces(
 
 
 def _entries(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The table's entries for the blocks that hold `[start, end)`, and where in them the tokens are.
+    """The table's entries for the blocks that hold `[start, end)`, and which of their slots the tokens have.
 
     The latter is `[batch, end - start]`, below 0 before a row begins; None: one after the other from slot
     `start % block_size` on, in all rows.
@@ -288,17 +247,17 @@ def _entries(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, t
 
 def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of the tokens, float32 or more if out of records; what is not stored has arbitrary values."""
-    entries, places = _entries(blocks, start, end)
+    entries, indices = _entries(blocks, start, end)
     if blocks.records is not None and blocks.form is not None:
         found = _decoded(blocks, blocks.records, blocks.form, entries)
     else:
         ids = entries.clamp(min=0).long()
         found = _tiles(blocks.keys, ids), _tiles(blocks.values, ids)
-    if places is None:
+    if indices is None:
         skip = start % blocks.block_size
         keys, values = (x[:, :, skip : skip + end - start] for x in found)
         return keys, values
-    index = places.clamp(min=0)[:, None, :, None]
+    index = indices.clamp(min=0)[:, None, :, None]
     keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in found)
     return keys, values
 
@@ -321,8 +280,8 @@ def _decoded(
 def _tiles(pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """`[batch, kv_heads, columns * block_size, dim]` of blocks `[batch, columns]`, in one copy.
 
-    Each (block, head) tile is one contiguous run, so the pool is seen as a matrix with a tile a row. Looking
-    rows up is several times faster than indexing, which would move heads before blocks in a second copy.
+    Each (block, head) tile is one contiguous run, so the pool is taken as a matrix with a tile a line, which
+    are looked up. Indexing is several times slower: it would move heads before blocks in a second copy.
     """
     _, kv_heads, block_size, dim = pool.shape
     tile = block_size * dim
@@ -330,22 +289,22 @@ def _tiles(pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     if pool.stride()[1:] != (tile, dim, 1) or block_stride % tile:
         return pool[ids].transpose(1, 2).flatten(2, 3)
     per_block = block_stride // tile
-    rows = pool.as_strided(((pool.shape[0] - 1) * per_block + kv_heads, tile), (tile, 1))
+    matrix = pool.as_strided(((pool.shape[0] - 1) * per_block + kv_heads, tile), (tile, 1))
     heads = torch.arange(kv_heads, device=ids.device)[:, None]
-    tiles = embedding(ids[:, None] * per_block + heads, rows)  # [batch, kv_heads, columns, tile]
+    tiles = embedding(ids[:, None] * per_block + heads, matrix)  # [batch, kv_heads, columns, tile]
     return tiles.view(ids.shape[0], kv_heads, -1, dim)
 
 
 def _stored(blocks: LayerBlocks, start: int, end: int) -> torch.Tensor | None:
     """Boolean `[batch, end - start]`: which tokens lie in a block that is stored; None if all are."""
-    entries, places = _entries(blocks, start, end)
+    entries, indices = _entries(blocks, start, end)
     stored = entries != NULL_BLOCK
-    if places is None:
+    if indices is None:
         if stored.is_cpu and stored.all():
             return None
         skip = start % blocks.block_size
         return stored.repeat_interleave(blocks.block_size, dim=1)[:, skip : skip + end - start]
-    stored = stored.gather(1, places.clamp(min=0) // blocks.block_size) & (places >= 0)
+    stored = stored.gather(1, indices.clamp(min=0) // blocks.block_size) & (indices >= 0)
     return None if stored.is_cpu and stored.all() else stored
 
 

@@ -22,7 +22,8 @@ from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
 from hf_paged_cache.kernels.reference import check_storable, decode_blocks
 from hf_paged_cache.kernels.torch.masking import additive
-from hf_paged_cache.kernels.torch.partial_softmax import Part, split_heads
+from hf_paged_cache.kernels.torch.partial_softmax import Partial as Part
+from hf_paged_cache.kernels.torch.partial_softmax import split_heads
 
 from .tiles import MAX_HEAD_DIM
 
@@ -160,7 +161,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
 
 def decode(
     blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend the stored tokens `[a.start, a.end)`; any number of queries.
 
     Args:
@@ -194,7 +195,7 @@ def decode(
         )
     else:
         out, lse = _launch().attend(a.query, *stored, **options)
-    return (out, lse) if return_lse else out
+    return out, lse if return_lse else None
 
 
 def attend_history(
@@ -220,6 +221,7 @@ def attend_history(
         queries_are_last=a.queries_are_last,
     )
     out, lse = decode(blocks, question, return_lse=True)
+    assert lse is not None, "it was asked for"
     return _part(out, lse, blocks.keys.shape[1])
 
 

@@ -10,7 +10,6 @@ import torch
 import triton.language as tl
 
 from hf_paged_cache.formats import Codec, RecordFormat
-from hf_paged_cache.formats.int4_group import Int4Group
 from hf_paged_cache.formats.record import Side
 from hf_paged_cache.formats.rotation import part_size
 
@@ -227,18 +226,14 @@ def _layout(form: RecordFormat) -> dict[str, Any]:
         "V_PARAMS": form.value_params,
         "K_STEPS": _steps(form, "keys"),
         "V_STEPS": _steps(form, "values"),
-        "K_GROUP_SIZE": _group_size(form.format.keys),
-        "V_GROUP_SIZE": _group_size(form.format.values),
+        "K_GROUP_SIZE": form.format.keys.group_size,
+        "V_GROUP_SIZE": form.format.values.group_size,
     }
 
 
 def _steps(form: RecordFormat, side: Side) -> int:
     """Steps of the rotation."""
     return part_size(form.dim(side)).bit_length() - 1 if form.codec(side).is_rotated else 0
-
-
-def _group_size(codec: Codec) -> int:
-    return codec.group_size if isinstance(codec, Int4Group) else 1
 
 
 def _weights(dtype: torch.dtype, values: Codec) -> tuple[Any, int]:
@@ -248,6 +243,6 @@ def _weights(dtype: torch.dtype, values: Codec) -> tuple[Any, int]:
     """
     if dtype == torch.float32:
         return tl.float32, 1
-    if isinstance(values, Int4Group):
+    if values.group_size > 1:
         return tl.float16, 1
     return tl.bfloat16, 1 if dtype == torch.bfloat16 else 2

@@ -77,7 +77,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, blo
     try:
         # A pool made inside torch.inference_mode() could not be written outside of it.
         with torch.inference_mode(False):
-            return torch.empty(*shape, dtype=dtype, device=device)
+            tensor = torch.empty(*shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
         if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
             raise
@@ -90,6 +90,8 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, blo
             free_blocks=0,
             block_size=block_size,
         ) from error
+    advise_huge_pages(tensor)
+    return tensor
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hf_paged_cache.kernels.call import NULL_BLOCK, RowLengths
+from hf_paged_cache.blocks import NULL_BLOCK
+from hf_paged_cache.kernels.call import RowLengths, dense_entry
 
-Rows = list[list[int]]
-"""The entries of every row's table."""
-
-RowsOf = Callable[[bool, int], Rows]
-"""Gives the entries of all rows from a column on; those of dense blocks marked, if it is called with True."""
+if TYPE_CHECKING:
+    from hf_paged_cache.blocks import BlockManager, DenseBlocks
+    from hf_paged_cache.kernels.call import LayerBlocks
 
 
 class DeviceTables:
@@ -23,6 +22,8 @@ class DeviceTables:
     are marked, for quantized layers.
 
     Args:
+        manager: The rows.
+        dense: Which blocks to mark, if any.
         row_blocks: Blocks of the longest row that is expected; tables are made that wide.
         is_fixed: Tables have just that many columns, and lengths lie on CPUs too.
 
@@ -32,10 +33,12 @@ class DeviceTables:
         offsets: Of every row, columns before it begins; empty if all begin with the first.
     """
 
-    def __init__(self, row_blocks: int, *, is_fixed: bool) -> None:
+    def __init__(self, manager: BlockManager, dense: DenseBlocks, row_blocks: int, *, is_fixed: bool) -> None:
         self.row_blocks = row_blocks
         self.tokens = 0
         self.offsets: tuple[int, ...] = ()
+        self._manager = manager
+        self._dense = dense
         self._is_fixed = is_fixed
         self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._lengths: dict[torch.device, RowLengths] = {}
@@ -47,35 +50,42 @@ class DeviceTables:
         lengths = (held.on_device for held in self._lengths.values())
         return sum(t.nbytes for t in (*self._tables.values(), *lengths, *self._offsets.values()))
 
-    def table(self, device: torch.device, rows_of: RowsOf, *, is_marked: bool) -> torch.Tensor:
+    def table(self, device: torch.device, *, is_marked: bool) -> torch.Tensor:
         """The table on a device, int32 `[rows, columns]`; made if there is none."""
         if (device, is_marked) not in self._tables:
-            self._renew(device, is_marked, rows_of(is_marked, 0))
+            self._renew(device, is_marked)
         return self._tables[device, is_marked]
 
-    def lengths(self, device: torch.device) -> RowLengths | None:
-        """The lengths on a device; None where kernels are told by the host."""
-        return self._lengths.get(device)
-
-    def offsets_on(self, device: torch.device) -> torch.Tensor | None:
-        """The offsets on a device, int32 `[rows]`; None if all rows begin with the batch."""
+    def bind(self, blocks: LayerBlocks, device: torch.device, *, is_marked: bool) -> None:
+        """Point a layer's blocks to what there is on its device."""
+        blocks.table = self.table(device, is_marked=is_marked)
+        blocks.lengths = self._lengths.get(device)  # none where kernels are told by the host
         if self.offsets and device not in self._offsets:
             with torch.inference_mode(False):
                 sent = torch.tensor(self.offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
                 self._offsets[device] = sent.to(device, non_blocking=True)
-        return self._offsets.get(device)
+        blocks.offsets = self._offsets.get(device)
+        blocks.dense_columns = self.dense_columns(device, is_marked=is_marked)
 
-    def sync(self, rows_of: RowsOf, from_column: int, offsets: tuple[int, ...]) -> bool:
+    def dense_columns(self, device: torch.device, *, is_marked: bool) -> tuple[tuple[int, ...], ...] | None:
+        """As `LayerBlocks` has them; on a CPU nobody asks."""
+        if device.type == "cpu":
+            return None
+        rows = [tuple(table.dense) for table in self._manager.tables] if is_marked else []
+        return tuple(rows[:1] if len(set(rows)) == 1 else rows)
+
+    def sync(self, from_column: int) -> bool:
         """Bring all tables up to date from one column on. Returns whether a tensor had to be replaced."""
+        offsets = self._manager.offsets
         is_replaced = self.offsets != offsets
         if is_replaced:
             self.offsets, self._offsets = offsets, {}
         for (device, is_marked), table in tuple(self._tables.items()):
-            rows = rows_of(is_marked, from_column)
+            rows = self._rows(is_marked, from_column)
             if self._fits(table, rows, from_column):
                 _write_rows(table, rows, from_column)
             else:
-                self._renew(device, is_marked, rows_of(is_marked, 0))
+                self._renew(device, is_marked)
                 is_replaced = True
         return is_replaced
 
@@ -94,24 +104,33 @@ class DeviceTables:
                 held.tokens = self.tokens
         return self.tokens
 
-    def copy(self) -> DeviceTables:
-        """The same, in tensors of its own."""
-        twin = DeviceTables(self.row_blocks, is_fixed=self._is_fixed)
-        twin.tokens, twin.offsets = self.tokens, self.offsets
-        twin._tables = {key: table.clone() for key, table in self._tables.items()}
-        twin._lengths = {
+    def copy(self, manager: BlockManager, dense: DenseBlocks) -> DeviceTables:
+        """The same for a copy of the rows, in tensors of its own."""
+        copied = DeviceTables(manager, dense, self.row_blocks, is_fixed=self._is_fixed)
+        copied.tokens, copied.offsets = self.tokens, self.offsets
+        copied._tables = {key: table.clone() for key, table in self._tables.items()}
+        copied._lengths = {
             device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
         }
-        return twin
+        return copied
 
-    def _fits(self, table: torch.Tensor, rows: Rows, from_column: int) -> bool:
+    def _rows(self, is_marked: bool, from_column: int) -> list[list[int]]:
+        """The entries of all rows from one column on."""
+        rows = [table.ids[from_column:] for table in self._manager.tables]
+        for row, table in zip(rows, self._manager.tables, strict=True) if is_marked else ():
+            for column, slot in self._dense.slots_of(table):
+                if column >= from_column:
+                    row[column - from_column] = dense_entry(slot)
+        return rows
+
+    def _fits(self, table: torch.Tensor, rows: list[list[int]], from_column: int) -> bool:
         if self._is_fixed:
             return table.shape == (len(rows), self.row_blocks)
         return table.shape[0] == len(rows) and all(from_column + len(row) <= table.shape[1] for row in rows)
 
-    def _renew(self, device: torch.device, is_marked: bool, rows: Rows) -> None:
+    def _renew(self, device: torch.device, is_marked: bool) -> None:
         """A table that rows do not outgrow, and lengths for as many rows."""
-        columns = self.row_blocks
+        rows, columns = self._rows(is_marked, 0), self.row_blocks
         if not self._is_fixed:
             columns = max(columns, 2 * max((len(row) for row in rows), default=0))
         held = self._lengths.get(device)
@@ -128,7 +147,7 @@ class DeviceTables:
         return self._is_fixed or device.type != "cpu"
 
 
-def _write_rows(table: torch.Tensor, rows: Rows, from_column: int) -> None:
+def _write_rows(table: torch.Tensor, rows: list[list[int]], from_column: int) -> None:
     """Write the entries of all rows from one column on."""
     if table.device.type == "cpu":
         array = table.numpy()

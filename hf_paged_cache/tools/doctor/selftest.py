@@ -78,10 +78,10 @@ def _kernel(name: str, device: torch.device) -> Check:
     backend = dispatch.backend_name(blocks)
     dispatch.write(blocks, keys.to(device), values.to(device), 0)
     reference.write(plain, keys, values, 0)
-    got = dispatch.decode(blocks, Attention(query.to(device), 0, tokens, _DIM**-0.5)).cpu()
+    got = dispatch.decode(blocks, Attention(query.to(device), 0, tokens, _DIM**-0.5))[0].cpu()
     written = _on_cpu(blocks)
     write_error = max(_rms_ratio(*pair) for pair in zip(_stored(written), _stored(plain), strict=True))
-    decode_error = _rms_ratio(got, reference.decode(written, Attention(query, 0, tokens, _DIM**-0.5)))
+    decode_error = _rms_ratio(got, reference.decode(written, Attention(query, 0, tokens, _DIM**-0.5))[0])
     is_ok = write_error <= _WRITE_TOLERANCE and decode_error <= _DECODE_TOLERANCE
     return Check(name, is_ok, f"{backend}, error of write {write_error:.1e}, of attention {decode_error:.1e}")
 

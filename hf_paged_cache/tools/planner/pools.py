@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.store.capacity import Capacity
-from hf_paged_cache.store.pool import PoolShape
+from hf_paged_cache.store.pool_tensors import PoolShape
 
 from .forward import StoredShapes
 
@@ -54,7 +54,7 @@ class PoolSizes:
         self._precision = state.layer_groups.precision
         self._specs = {index: spec for group in state.groups for index, spec in group.specs.items()}
         self._block_bytes = {
-            group.window: sum(pool.bytes_per_block for pool in group.pools) for group in state.groups
+            group.window: sum(pool.tensors.bytes_per_block for pool in group.pools) for group in state.groups
         }
         self._sizes = {group.window: group.block_size for group in state.groups}
         self._row_bytes = sum(pool.slot_bytes for group in state.groups for pool in group.pools)

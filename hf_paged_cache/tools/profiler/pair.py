@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hf_paged_cache.attention.paged_attention import AttentionCall, observe
+from hf_paged_cache.attention.attention_call import AttentionCall
+from hf_paged_cache.attention.paged_attention import compute, observe
 from hf_paged_cache.attention.view import PagedView
 from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
@@ -120,7 +122,8 @@ class Pair:
         if layer is None:
             return
         self._outputs[id(call.module)] = output
-        own = call.over(*self.full.twin_views[layer])
+        keys, values = self.full.twin_views[layer]
+        own, _ = compute(replace(call, key=keys, value=values))
         self._own_attention.setdefault(layer, HeadSums()).add(own.transpose(1, 2), output.transpose(1, 2))
 
     def _see_format(self, call: AttentionCall, output: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_paged_cache.cache.paged_cache import PagedCache
-from hf_paged_cache.host.plain_tensors import plain_tensors
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 _TOKENS_DIM = -2
 

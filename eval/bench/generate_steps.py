@@ -1,0 +1,268 @@
+"""Decode steps of `generate` over a long context, cache by cache: speed, memory, and logits.
+
+Caches are filled at once, so no prompt has to be computed. `generate` then continues: it compiles the decode
+step where the cache allows it, as it does for any user. Every step's token is forced, so that all caches see
+the same text and their logits can be compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+from eval.bench import workload
+from eval.bench.device import Device, Skip
+from eval.caches import CacheUnavailable
+from eval.caches.stock import quantized_cache
+from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed, scientific
+from hf_paged_cache.host.compat import cache_argument
+
+EAGER = ("dynamic", "paged")
+"""Timed in turns; the others, whose first steps are slow, one by one."""
+COMPILED = ("paged_compiled", "static")
+MIN_SPEEDUPS = {(8, 32768): 2.0, (1, 512): 1.0}
+"""Of `PagedCache` over `DynamicCache` on a GPU, by batch and tokens."""
+MAX_LOGITS_ERROR = 0.1
+"""RMS ratio of bfloat16 logits between two caches."""
+BLOCK_SIZE = 64
+
+COLUMNS = (
+    Column("case", "batch x tokens"),
+    Column("cache", "cache"),
+    Column("step_ms", "ms/step", fixed(2)),
+    Column("tokens_per_s", "tokens/s", fixed(1)),
+    Column("peak_gib", "peak GiB", fixed(1)),
+    Column("over_dynamic", "x dynamic", fixed(2)),
+    Column("error", "error", scientific),
+)
+NOTES = (
+    "x: median over rounds of the quotient within a round. error: RMS ratio of the logits of the first and "
+    "of the last step against DynamicCache, the larger one.",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One context to continue.
+
+    Attributes:
+        batch: rows.
+        tokens: of context in each.
+        steps: that are timed.
+        rounds: how often contenders that are timed in turns have theirs.
+        warm_up: steps before, for compiling and what CUDA graphs want run before they record.
+        hidden: `hidden_size` of the model: 4096 for Llama-3-8B, others for a toy of two layers.
+        seed: of the tokens that are forced.
+    """
+
+    batch: int
+    tokens: int
+    steps: int = 32
+    rounds: int = 2
+    warm_up: int = 6
+    hidden: int = 4096
+    seed: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that `generate` is asked for."""
+        return self.warm_up + self.steps + 1
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.tokens}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One `generate` of one cache."""
+
+    step_s: list[float]
+    logits: list[torch.Tensor]
+    peak_bytes: int | None
+    is_compiled: bool
+    backend: str | None
+
+
+def random_llama(hidden: int, device: Device) -> Any:
+    """A Llama in bfloat16 with random weights, made on the device."""
+    is_toy = hidden < 4096
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=96 if is_toy else 14336,
+        num_hidden_layers=2 if is_toy else 32,
+        num_attention_heads=4 if is_toy else 32,
+        num_key_value_heads=2 if is_toy else 8,
+        vocab_size=128 if is_toy else 128256,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device.torch_device):
+            model: Any = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def new_cache(name: str, model: Any, rows: int, tokens: int) -> Any:
+    """An empty cache of that name for `rows` rows of up to `tokens` tokens; the model's attention fits it.
+
+    Raises:
+        Skip: it cannot be had here.
+    """
+    from hf_paged_cache import PagedCache
+
+    if name.startswith("paged"):
+        blocks = rows * -(-tokens // BLOCK_SIZE)
+        compiled: dict[str, Any] = {"compile": True} if name == "paged_compiled" else {}
+        return PagedCache(model, block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, **compiled)
+    dynamic = workload.new_cache("dynamic", model)
+    if name == "static":
+        return StaticCache(config=model.config, max_cache_len=tokens)
+    return _quantized(model.config) if name == "quantized" else dynamic
+
+
+def _quantized(config: Any) -> Any:
+    """The host's own quantized cache with whichever of its two libraries is installed."""
+    reasons: list[str] = []
+    for backend in ("hqq", "quanto"):
+        try:
+            return quantized_cache(config, backend)
+        except CacheUnavailable as reason:
+            reasons.append(str(reason))
+    raise Skip("; ".join(reasons))
+
+
+def measure(names: Sequence[str], model: Any, case: Case, device: Device) -> list[Row]:
+    """Time the caches of these names in turns, and check their logits.
+
+    Raises:
+        WrongAnswer: logits are not those of a `DynamicCache`, or a step is not compiled that has to be.
+        Skip: a cache cannot be had here.
+    """
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    compiles = any(name in COMPILED for name in names)
+    for _ in range(1 if compiles else case.rounds):
+        for name in names:
+            runs[name].append(_generate(name, model, case, device))
+    if "paged_compiled" in runs and not runs["paged_compiled"][0].is_compiled:
+        raise WrongAnswer("generate did not compile the decode step of a PagedCache")
+    expected = runs["dynamic"][0] if "dynamic" in runs else None
+    if expected is None and "paged_compiled" in runs:
+        expected = _generate("dynamic", model, case, device)
+    rows = []
+    for name, of_cache in runs.items():
+        step_s = statistics.median(statistics.median(run.step_s) for run in of_cache)
+        cells: dict[str, Cell] = {
+            "case": str(case),
+            "cache": name,
+            "step_ms": 1e3 * step_s,
+            "tokens_per_s": case.batch / step_s,
+            "peak_gib": None if of_cache[0].peak_bytes is None else of_cache[0].peak_bytes / 2**30,
+            "over_dynamic": _over_dynamic(runs, of_cache),
+            "error": _error(name, of_cache[0], expected),
+            "steps": sum(len(run.step_s) for run in of_cache),
+            "is_compiled": of_cache[0].is_compiled,
+            "backend": of_cache[0].backend,
+        }
+        rows.append(Row(cells, _bounds(case, device, cells)))
+    return rows
+
+
+def _over_dynamic(runs: dict[str, list[Run]], of_cache: list[Run]) -> float | None:
+    pairs = zip(runs.get("dynamic", ()), of_cache, strict=False)
+    ratios = [statistics.median(a.step_s) / statistics.median(b.step_s) for a, b in pairs]
+    return statistics.median(ratios) if ratios else None
+
+
+def _error(name: str, run: Run, expected: Run | None) -> float | None:
+    if expected is None or not name.startswith("paged"):
+        return None
+    steps = zip(run.logits, expected.logits, strict=True)
+    return max(workload.check(f"logits with {name}", *step, MAX_LOGITS_ERROR) for step in steps)
+
+
+def _bounds(case: Case, device: Device, cells: dict[str, Cell]) -> tuple[Bound, ...]:
+    limit = MIN_SPEEDUPS.get((case.batch, case.tokens))
+    if not device.is_gpu or limit is None or cells["cache"] != "paged":
+        return ()
+    return (Bound("dynamic", float(cells["over_dynamic"] or 0), limit),)
+
+
+def _generate(name: str, model: Any, case: Case, device: Device) -> Run:
+    options = device.compile_options() if name in COMPILED else {}
+    _forget_compiled(model)
+    with device.compiles():
+        cache = new_cache(name, model, case.batch, case.tokens + case.new_tokens)
+        with torch.no_grad():
+            workload.fill_random(cache, model, case.batch, case.tokens - 1)
+        device.release()
+        device.reset_peak()
+        probe = _Probe(device, model.config.vocab_size, case)
+        text = torch.full((case.batch, case.tokens), 5, device=device.torch_device)
+        model.generate(
+            text,
+            attention_mask=torch.ones_like(text),
+            max_new_tokens=case.new_tokens,
+            do_sample=False,
+            logits_processor=[probe],
+            **{cache_argument(model): cache},
+            **options,
+        )
+    seconds = device.seconds_between(probe.marks)
+    stats = cache.stats() if hasattr(cache, "stats") else None
+    run = Run(
+        step_s=seconds[case.warm_up :],
+        logits=probe.kept,
+        peak_bytes=device.peak_bytes(),
+        is_compiled="_compiled_call" in vars(model),
+        backend=None if stats is None else stats.backend,
+    )
+    _forget_compiled(model)
+    return run
+
+
+def _forget_compiled(model: Any) -> None:
+    """What was compiled for one cache is checked, and found not to fit, at every step of the next."""
+    if "_compiled_call" in vars(model):
+        torch._dynamo.reset()
+        del model._compiled_call
+
+
+class _Probe:
+    """Stands among the logits processors of `generate`: takes the time, keeps logits, decides the tokens."""
+
+    supports_continuous_batching = False
+
+    def __init__(self, device: Device, vocabulary: int, case: Case) -> None:
+        self._device = device
+        generator = torch.Generator().manual_seed(case.seed)
+        self._tokens = torch.randint(3, vocabulary, (case.new_tokens,), generator=generator).tolist()
+        self._chosen: torch.Tensor | None = None
+        self.marks: list[Any] = []
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores that let only the forced token of this step be chosen."""
+        step = len(self.marks)
+        self.marks.append(self._device.mark())
+        if step in (0, len(self._tokens) - 1):  # the first step is never compiled
+            self.kept.append(scores.float().clone())
+        if self._chosen is None:
+            self._chosen = torch.zeros_like(scores)
+        self._chosen.zero_()
+        self._chosen[:, self._tokens[step]] = 1.0
+        return self._chosen

@@ -1,0 +1,217 @@
+"""Blocks of quantized layers that are kept in the model's own dtype, and their places in the pools."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from .block import NULL_BLOCK
+
+if TYPE_CHECKING:
+    from .block_manager import BlockManager, Reservation
+    from .block_table import BlockTable
+
+
+def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:
+    """Slots that a row can need at one time: one block may be full and not yet sealed."""
+    return sink_blocks + residual_blocks + (1 if residual_blocks else 0)
+
+
+class Moves(NamedTuple):
+    """What a reservation changes in the slots, as pairs of (source, target).
+
+    Attributes:
+        copied: Slot -> slot: a shared block that a row will write to.
+        unsealed: Block id -> slot: a record that a row will write to, after its tail was cropped.
+        columns: Columns of the tables whose entries changed, besides those that the reservation tells of.
+    """
+
+    copied: list[tuple[int, int]]
+    unsealed: list[tuple[int, int]]
+    columns: list[int]
+
+
+class SavedSlots(NamedTuple):
+    """The slots at one time, see `DenseBlocks.save`."""
+
+    num_slots: int
+    slots: dict[int, int]
+    free: list[int]
+
+
+class DenseBlocks:
+    """The dense blocks of one layer group: the first `sink_blocks` of every row, and its newest ones.
+
+    A block is dense if its id has a slot, so rows that share a block share its slot; rows that begin later
+    than others have their own first blocks as sinks. A block that was being filled is sealed by the first
+    reservation after it is full, not before: what a rejected draft wrote never becomes bytes.
+
+    A row's table lists which of its blocks are dense, so that a step looks at those and not at all there are.
+
+    ```
+    block_size 4, sink_blocks 1, residual_blocks 1        (D: dense, r: record)
+    reserve 18:  DDDD rrrr rrrr rrrr DD                   full blocks of a prompt become records at once
+    reserve 2:   DDDD rrrr rrrr rrrr DDDD                 full, but a draft may be cropped yet
+    reserve 1:   DDDD rrrr rrrr rrrr rrrr D
+    crop to 15:  DDDD rrrr rrrr rrr                       the bytes stay
+    reserve 1:   DDDD rrrr rrrr DDDD                      a write decodes that one block
+    ```
+
+    Plain data, can be deep-copied.
+
+    Args:
+        sink_blocks: Blocks at the beginning of every row.
+        residual_blocks: Blocks at its end, the one being filled included; 0 where formats take single tokens.
+
+    Attributes:
+        num_slots: Slots that pools must have.
+    """
+
+    def __init__(self, sink_blocks: int, residual_blocks: int) -> None:
+        self.sink_blocks = sink_blocks
+        self.residual_blocks = residual_blocks
+        self.num_slots = 0
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def __bool__(self) -> bool:
+        """Whether any block is ever dense."""
+        return self.sink_blocks + self.residual_blocks > 0
+
+    def live_slots(self, manager: BlockManager) -> list[int]:
+        """Slots of blocks that rows hold, in order."""
+        return sorted(self.slots_by_id(manager).values())
+
+    def slots_by_id(self, manager: BlockManager) -> dict[int, int]:
+        """Block id -> slot, of the dense blocks of all rows."""
+        return {table.ids[c]: slot for table in manager.tables for c, slot in self.slots_of(table)}
+
+    def slots_of(self, table: BlockTable) -> list[tuple[int, int]]:
+        """The dense columns of a row, as (column, slot)."""
+        return [(column, self._slots[table.ids[column]]) for column in table.dense]
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Follow blocks that got other ids, which nobody held."""
+        for block_id in moved.values():
+            self._drop(block_id)
+        self._slots = {moved.get(block_id, block_id): slot for block_id, slot in self._slots.items()}
+
+    def adopt(self, manager: BlockManager, ids: Sequence[int]) -> list[int]:
+        """Make blocks of rows that were adopted dense. Returns their slots."""
+        wanted = set(ids)
+        for table in manager.tables:
+            table.dense = [column for column, block_id in enumerate(table.ids) if block_id in wanted]
+        return [self._slot_for(manager, block_id) for block_id in ids]
+
+    def full(self, manager: BlockManager, new_tokens: int) -> list[tuple[int, int]]:
+        """Blocks to seal before new tokens are reserved, as (slot, block id)."""
+        ids = {table.ids[c]: None for table, c in self._full_columns(manager, new_tokens)}
+        return [(self._slots[block_id], block_id) for block_id in ids]
+
+    def release_full(self, manager: BlockManager, new_tokens: int) -> list[int]:
+        """Make what `full` says dense no more, and its slots free. Returns the columns of the tables."""
+        full = self._full_columns(manager, new_tokens)
+        for block_id in {table.ids[c] for table, c in full}:
+            self._drop(block_id)
+        for table in manager.tables if full else ():
+            table.dense = [c for c in table.dense if table.ids[c] in self._slots]
+        return [column for _, column in full]
+
+    def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
+        """Give slots to what a reservation made dense."""
+        size = manager.block_size
+        moves = Moves([], [], [])
+        sources = {new: old for old, new in reservation.copies}
+        for block_id in sources:
+            self._drop(block_id)  # of an earlier life of that block
+        # The tables name the copies by now, and the slots of what is copied have to last until then.
+        left = set(sources.values())
+        grown = [
+            (table, table.token_at(reservation.start))
+            for table in manager.tables
+            if table.end > max(table.offset, reservation.start)
+        ]
+        for table, start in grown:
+            column = start // size
+            if not start % size or not (self.residual_blocks or column < self.sink_blocks):
+                continue
+            block_id = table.ids[column]
+            source = sources.get(block_id, block_id)
+            if source not in self._slots:
+                table.dense.append(column)
+                moves.unsealed.append((source, self._slot_for(manager, block_id, left)))
+                moves.columns.append(column)
+            elif source != block_id:
+                moves.copied.append((self._slots[source], self._slot_for(manager, block_id, left)))
+        for table, start in grown:
+            last = (table.num_tokens - 1) // size
+            for column in range(-(-start // size), last + 1):
+                if table.ids[column] == NULL_BLOCK:
+                    continue
+                if column < self.sink_blocks or column > last - self.residual_blocks:
+                    table.dense.append(column)
+                    self._slot_for(manager, table.ids[column], left)
+                else:
+                    self._drop(table.ids[column])
+        return moves
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._slots.clear()
+        self._free = list(range(self.num_slots - 1, -1, -1))
+
+    def save(self) -> SavedSlots:
+        """What there is now."""
+        return SavedSlots(self.num_slots, self._slots.copy(), self._free.copy())
+
+    def restore(self, saved: SavedSlots) -> None:
+        """Be again what was saved."""
+        self.num_slots, self._slots, self._free = saved.num_slots, saved.slots.copy(), saved.free.copy()
+
+    def provide_rows(self, rows: int) -> None:
+        """Have the slots that so many rows can need."""
+        self._provide(rows * slots_per_row(self.sink_blocks, self.residual_blocks))
+
+    def check_integrity(self, manager: BlockManager) -> None:
+        """Raise an AssertionError if two blocks have one slot, one is lost, or a table lists other blocks."""
+        for row, table in enumerate(manager.tables):
+            dense = [column for column, block_id in enumerate(table.ids) if block_id in self._slots]
+            if table.dense != dense:
+                raise AssertionError(f"Row {row} lists {table.dense} as dense, and {dense} have slots.")
+        slots = list(self._slots.values())
+        if len({*slots, *self._free}) != self.num_slots or len(slots) + len(self._free) != self.num_slots:
+            raise AssertionError(
+                f"{len(slots)} used and {len(self._free)} free slots are not the {self.num_slots} there are"
+            )
+
+    def _full_columns(self, manager: BlockManager, new_tokens: int) -> list[tuple[BlockTable, int]]:
+        """Dense blocks that are full when so many columns come, as (row's table, column)."""
+        if not self.residual_blocks:
+            return []
+        size, end = manager.block_size, manager.num_tokens + new_tokens
+        found = []
+        for table in manager.tables:
+            last = (end - table.offset - 1) // size
+            stop = min(last - self.residual_blocks + 1, table.num_tokens // size)
+            found += [(table, c) for c in table.dense if self.sink_blocks <= c < stop]
+        return found
+
+    def _provide(self, num_slots: int) -> None:
+        self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
+        self.num_slots = max(self.num_slots, num_slots)
+
+    def _slot_for(self, manager: BlockManager, block_id: int, kept: Collection[int] = ()) -> int:
+        if block_id not in self._slots:
+            if not self._free:
+                held = {table.ids[c] for table in manager.tables for c in table.dense}.union(kept)
+                for stale in [block_id for block_id in self._slots if block_id not in held]:
+                    self._drop(stale)
+            if not self._free:
+                self._provide(self.num_slots + max(1, self.num_slots // 2))
+            self._slots[block_id] = self._free.pop()
+        return self._slots[block_id]
+
+    def _drop(self, block_id: int) -> None:
+        slot = self._slots.pop(block_id, None)
+        if slot is not None:
+            self._free.append(slot)

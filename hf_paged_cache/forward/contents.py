@@ -1,0 +1,290 @@
+"""The contents of a cache: its rows and the blocks that they lie in, changed together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+from hf_paged_cache.errors import PagedCacheError, PoolExhausted
+from hf_paged_cache.kernels import dispatch
+from hf_paged_cache.store import static_group
+from hf_paged_cache.store.layer_groups import LayerGroups
+from hf_paged_cache.store.store import Saved
+
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+    from hf_paged_cache.kernels.call import LayerBlocks
+    from hf_paged_cache.store.layer_group import LayerGroup
+    from hf_paged_cache.store.store import Restore
+
+    from .left_padding import Padding
+
+_T = TypeVar("_T")
+
+
+class Parts(Protocol):
+    """What a cache holds beside blocks, and moves with them."""
+
+    def save(self) -> Restore:
+        """Remember what they are. Returns what puts that back."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make the rows copies of the given old rows."""
+
+    def clear(self) -> None:
+        """Make them as they were at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What is known of a model for good.
+
+    Attributes:
+        is_encoder_decoder: It has an encoder, so that this may be the cache of its cross-attention.
+        has_outside_state: It keeps a recurrent state in itself, where nobody can take it back.
+        chunk_fault: Why it cannot take several new tokens at once after a history; None if it can.
+        can_be_static: Whether its layers and the settings allow compiled steps.
+    """
+
+    is_encoder_decoder: bool = False
+    has_outside_state: bool = False
+    chunk_fault: str | None = None
+    can_be_static: bool = False
+
+
+class Contents:
+    """Rows and blocks of one cache.
+
+    Args:
+        config: Settings.
+        specs: Layer index -> what the config of the model says of that layer, if it is paged.
+        max_positions: Longest sequence the model was made for, if its config says.
+        traits: What is known of the model.
+        is_attended: Tells whether attention of this package reads the cache now.
+
+    Attributes:
+        config: Settings.
+        traits: What is known of the model.
+        rows: What all layers hold alike. With static rows it is what they held at the last `pull`.
+        layer_groups: Layers that share block tables, all groups as one.
+        is_attended: Tells whether attention of this package reads the cache now.
+    """
+
+    def __init__(
+        self,
+        config: PagedCacheConfig,
+        specs: dict[int, LayerSpec],
+        max_positions: int | None,
+        traits: ModelTraits,
+        is_attended: Callable[[], bool],
+    ) -> None:
+        self.config = config
+        self.traits = traits
+        self.rows = Rows(specs)
+        self.layer_groups = LayerGroups(config, specs, max_positions)
+        self.is_attended = is_attended
+
+    @property
+    def groups(self) -> list[LayerGroup]:
+        """The groups, in the order of their first layers; empty before the first update."""
+        return self.layer_groups.all
+
+    @property
+    def blocks(self) -> dict[int, LayerBlocks]:
+        """Layer index -> where its K and V lie; filled as layers get their first."""
+        return self.layer_groups.blocks
+
+    @property
+    def is_static(self) -> bool:
+        """Whether steps can be compiled: every row has its blocks from the start."""
+        return self.layer_groups.is_static
+
+    # --- changes --------------------------------------------------------------------------------------------
+
+    def change(self, make: Callable[[], _T], parts: Parts | None = None) -> _T:
+        """Make a change to rows and blocks, all of it or none; see `Store.change`.
+
+        Args:
+            make: The change.
+            parts: What else it touches.
+        """
+        return self.layer_groups.store.change(partial(self._save, parts), make)
+
+    def _save(self, parts: Parts | None) -> Saved:
+        attributes, restore_rows, groups = dict(vars(self)), self.rows.save(), self.layer_groups.save()
+        restore_parts = None if parts is None else parts.save()
+
+        def restore() -> None:
+            vars(self).update(attributes)
+            restore_rows()
+            groups.restore()
+            if restore_parts is not None:
+                restore_parts()
+
+        return Saved(restore, groups.follow)
+
+    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+        """Give a layer its place in a pool."""
+
+        def make() -> LayerBlocks:
+            if not self.groups:
+                self.open_rows(key_states, value_states, keep_history=self.rows.record_past)
+            return self.layer_groups.claim(layer_idx, key_states, value_states)
+
+        return self.change(make)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row; more than there are forgets all. Part of a change."""
+        if tokens_to_remove and self.rows.end:
+            self.crop_to(max(0, self.rows.end - tokens_to_remove))
+        if self.rows.record_past:
+            # What a rejected draft could have needed is settled now.
+            self.layer_groups.release_outside_window()
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Raise what cutting every row to its first tokens would raise; changes nothing."""
+        try:
+            self.layer_groups.check_crop(num_tokens)
+        except ValueError as error:
+            raise PagedCacheError(
+                f"cannot crop to {num_tokens} tokens: a window layer has given back what that length needs. "
+                "Call `cache.activate_past_recording()` before the forwards that may be rolled back"
+            ) from error
+
+    def crop_to(self, num_tokens: int) -> None:
+        """Keep the first tokens of every row. Part of a change."""
+        if not num_tokens:
+            self.clear()
+            return
+        self.check_crop(num_tokens)
+        self.layer_groups.crop(num_tokens)
+        self.rows.crop(num_tokens)
+
+    def reset(self, parts: Parts) -> None:
+        """Forget all rows and give their blocks back; pools stay."""
+
+        def make() -> None:
+            self.clear()
+            self.rows.record_past = False
+            parts.clear()
+
+        self.change(make, parts)
+
+    def clear(self) -> None:
+        """Forget all rows. Part of a change."""
+        self.layer_groups.reset()
+        self.rows.clear()
+
+    def reorder(self, row_indices: Sequence[int], parts: Parts | None = None) -> None:
+        """Make the rows copies of the given old rows, by reference; their number may change.
+
+        Args:
+            row_indices: For every new row the old one.
+            parts: What is beside the blocks, to be moved in the same change.
+        """
+        self.pull()
+        rows, batch = self.rows, self.rows.batch
+        indices = rows.checked(row_indices, batch) if batch else list(row_indices)
+
+        def make() -> None:
+            if batch:
+                self.layer_groups.reorder(indices)
+                rows.reorder(indices)
+            if parts is not None:
+                parts.select(indices)
+
+        for group in self.layer_groups.static:
+            group.check_rows(len(indices))
+        # Rows that own their blocks are copied over each other, which cannot be taken back.
+        was_lost, rows.is_lost = rows.is_lost, rows.is_lost or self.is_static
+        self.change(make, parts)
+        rows.is_lost = was_lost
+
+    def replace_tail(
+        self, start: int, behind: Sequence[tuple[int, torch.Tensor, torch.Tensor]], padding: Padding
+    ) -> None:
+        """Cut every row down to its first tokens, and put others behind them. Part of a change.
+
+        Where that fails after the cut, the first tokens are what is left.
+
+        Args:
+            start: Tokens that stay.
+            behind: For every layer that holds tokens its index, and K and V of those that come.
+            padding: What is to be remembered of padding then.
+        """
+        _, keys, values = behind[0]
+        rows, end = self.rows, start + keys.shape[2]
+        self.layer_groups.check_room_for(start, keys.shape[2], rows.batch)
+        self.crop_to(start)
+        # What is written now may lie where the tail did.
+        self.layer_groups.store.keep(partial(self._save, None))
+        if not start:
+            self.open_rows(keys, values, keep_history=rows.record_past)
+        self.layer_groups.reserve(
+            rows.batch, start, end - start, keep_history=rows.record_past, padding=padding.unstored
+        )
+        for index, keys, values in behind:
+            dispatch.write(self.blocks[index], keys, values, start)
+            rows.tokens[index] = end
+        rows.begin(end, end, padding)
+
+    def open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
+        """Begin with empty rows for K and V of this shape. Part of a change."""
+        self.layer_groups.open_rows(
+            key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
+        )
+        self.rows.batch = key_states.shape[0]
+
+    # --- static rows ----------------------------------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.
+
+        Raises:
+            PoolExhausted: They went on when rows were full, so their last results are no numbers.
+        """
+        if not (self.is_static and self.rows.batch):
+            return
+        length = self.layer_groups.pull_length()
+        if length != self.rows.end:
+            self.rows.lengthen(length)
+        capacity = self.layer_groups.row_capacity_tokens
+        if length > capacity:
+            raise PoolExhausted(
+                f"compiled steps have fed {length} tokens per row, and a row holds {capacity}; what they "
+                "returned since is NaN. `cache.reset()`, and make the cache with a larger `max_tokens` "
+                "(over all rows)",
+                needed_blocks=-(-length // self.config.block_size),
+                free_blocks=0,
+                block_size=self.config.block_size,
+            )
+
+    def check_static_room(self, tokens: int) -> None:
+        """Raise PoolExhausted if static rows cannot have so many tokens."""
+        capacity = self.layer_groups.row_capacity_tokens
+        if tokens > capacity:
+            raise self.layer_groups.no_static_room(tokens, capacity, self.rows.batch)
+
+    def would_be_static(self, device: torch.device) -> bool:
+        """Whether rows on a device are, or will be, static."""
+        return self.is_static or (
+            not self.groups
+            and self.traits.can_be_static
+            and device.type in static_group.DEVICES
+            and self.is_attended()
+        )
+
+    def check_integrity(self) -> None:
+        """Raise an AssertionError if blocks were lost or the layers disagree."""
+        self.layer_groups.check_integrity()
+        for group in self.groups:
+            assert group.num_tokens in (self.rows.end, 0), (
+                f"the group of window {group.window} has {group.num_tokens} tokens, the cache {self.rows.end}"
+            )
+        self.rows.check_integrity()

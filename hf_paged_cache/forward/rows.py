@@ -1,0 +1,143 @@
+"""The rows of a cache: how many there are, how many tokens each layer holds of them, which, and whose."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from hf_paged_cache.errors import PagedCacheError
+
+from .left_padding import NO_PADDING
+from .token_ids import TokenIds
+
+if TYPE_CHECKING:
+    from hf_paged_cache.store.store import Restore
+
+    from .left_padding import Padding
+    from .ownership import Owner
+
+
+class Rows:
+    """What all layers of a cache hold alike.
+
+    Attributes:
+        batch: Rows, or 0 before the first update and after a reset.
+        tokens: Layer index -> tokens that this layer holds of every row, in the order of writing.
+        start: Tokens of every row before the step in progress (or the last one).
+        end: Tokens of every row when that step is complete.
+        ids: Ids of the stored tokens, as far as they are known.
+        padding: What is remembered of tokens that masks hide.
+        record_past: Window layers keep what they would drop, so that `crop` can bring it back.
+        gradients_from: First stored token whose K or V wanted a gradient when it came; None if there is none.
+        owner: Whose weights computed what is stored; None if that is not known.
+        equal_rows: Rows of prompts so far that were stored by reference to an equal one.
+        is_lost: A forward failed after a state had moved on that nobody can take back; only a reset helps.
+    """
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.batch = 0
+        self.tokens = dict.fromkeys(layers, 0)
+        self.start = 0
+        self.end = 0
+        self.ids = TokenIds()
+        self.padding: Padding = NO_PADDING
+        self.record_past = False
+        self.gradients_from: int | None = None
+        self.owner: Owner | None = None
+        self.equal_rows = 0
+        self.is_lost = False
+        self._last_written: int | None = None
+
+    def begin(self, start: int, end: int, padding: Padding) -> None:
+        """Expect the tokens `start … end - 1` in every layer."""
+        self.start, self.end, self.padding = start, end, padding
+
+    def written(self, layer_idx: int) -> None:
+        """Note that a layer holds the tokens of this step."""
+        self.tokens[layer_idx] = self.end
+        self._last_written = layer_idx
+
+    def lengthen(self, length: int) -> None:
+        """Note how far compiled steps have come, in the layers that took part."""
+        self.tokens = {index: length if n == self.end else n for index, n in self.tokens.items()}
+        self.start = self.end = length
+
+    def is_next(self, layer_idx: int) -> bool:
+        """Whether a layer has yet to join a step in progress."""
+        return self.tokens[layer_idx] == self.start < self.end
+
+    def is_next_in_any_layer(self) -> bool:
+        """Whether some layer has yet to join a step in progress."""
+        return any(self.is_next(index) for index in self.behind(self.end))
+
+    def behind(self, count: int) -> list[int]:
+        """The layers that have not come as far as the last step.
+
+        Layers that a model never writes hold nothing; layers after the last one written were not reached.
+        """
+        order = list(self.tokens)
+        reached = 0 if self._last_written is None else order.index(self._last_written) + 1
+        return [
+            index
+            for place, index in enumerate(order)
+            if self.tokens[index] != count and (self.tokens[index] or place >= reached > 0)
+        ]
+
+    def crop(self, num_tokens: int) -> None:
+        """Keep the first tokens of every row, more than none."""
+        self.ids.crop(num_tokens)
+        self.tokens = {index: min(count, num_tokens) for index, count in self.tokens.items()}
+        self.start = self.end = num_tokens
+        self._last_written = None
+        self.padding = self.padding.crop(num_tokens)
+        if self.gradients_from is not None and self.gradients_from >= num_tokens:
+            self.gradients_from = None
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        counted, record_past = self.equal_rows, self.record_past
+        vars(self).update(vars(Rows(self.tokens)) | {"equal_rows": counted, "record_past": record_past})
+
+    def reorder(self, row_indices: Sequence[int]) -> None:
+        """Make the rows copies of the given old rows."""
+        self.ids.reorder(row_indices)
+        self.padding = self.padding.reorder(row_indices)
+        self.batch = len(row_indices)
+
+    def checked(self, row_indices: Sequence[int], batch: int) -> list[int]:
+        """Rows counted from the first.
+
+        Raises:
+            PagedCacheError: There are none, or none of that index.
+        """
+        bad = [row for row in row_indices if not -batch <= row < batch]
+        if bad or not row_indices:
+            raise PagedCacheError(
+                f"row indices must be a non-empty selection of 0…{batch - 1} (the cache holds "
+                f"{batch} rows), got {list(row_indices)}"
+            )
+        return [row % batch for row in row_indices]
+
+    def copy(self) -> Rows:
+        """The same for another cache, which has stored no equal rows yet."""
+        copied = copy.copy(self)
+        copied.tokens, copied.ids, copied.equal_rows = dict(self.tokens), self.ids.copy(), 0
+        return copied
+
+    def save(self) -> Restore:
+        """Remember all of it. Returns what puts it back."""
+        attributes, tokens, restore_ids = dict(vars(self)), dict(self.tokens), self.ids.save()
+
+        def restore() -> None:
+            vars(self).update(attributes | {"tokens": dict(tokens)})
+            restore_ids()
+
+        return restore
+
+    def check_integrity(self) -> None:
+        """Raise an AssertionError if the layers disagree."""
+        assert max(self.tokens.values(), default=0) <= self.end, (
+            f"layers hold {sorted(set(self.tokens.values()))} tokens, but the last step ended at {self.end}"
+        )
+        assert self.ids.count <= self.end, "ids are known of tokens that are not stored"

@@ -1,0 +1,189 @@
+// Weighted sums of values on the bytes of records (AVX-512 VNNI).
+//
+// The instruction adds four neighbouring bytes, so the bytes of four tokens are brought next to each other
+// first, once for all queries:
+//
+//   tokens  a0 a1 a2 …            a0 b0 c0 d0  a1 b1 c1 d1 …     times the weights  wa wb wc wd
+//           b0 b1 b2 …    ->
+//           c0 c1 c2 …
+//           d0 d1 d2 …
+//
+// Weights take the scales of the tokens in, and become 16-bit integers relative to the largest of the tile,
+// as two bytes like queries in dots.h. Sums of up to 256 tokens are exact in 32 bits.
+#pragma once
+
+#include "dots.h"
+
+#if defined(PAGED_HAS_DOTS)
+
+namespace paged {
+
+constexpr float kWeightSteps = 65535.0f;
+constexpr int kQuad = 4;  // tokens whose bytes are neighbours
+
+inline int64_t spread_bytes(int64_t block_size, int64_t dim) {
+  return round_up(block_size, kQuad) * round_up(dim, kVecBytes);
+}
+
+inline void spread_quad(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* out) {
+  const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b);
+  const __m512i cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
+  _mm512_store_si512(out, _mm512_unpacklo_epi16(ab_low, cd_low));
+  _mm512_store_si512(out + kVecBytes, _mm512_unpackhi_epi16(ab_low, cd_low));
+  _mm512_store_si512(out + 2 * kVecBytes, _mm512_unpacklo_epi16(ab_high, cd_high));
+  _mm512_store_si512(out + 3 * kVecBytes, _mm512_unpackhi_epi16(ab_high, cd_high));
+}
+
+// Rows of four tokens; past the last token, the last one again (its weight is 0).
+inline void codes_of_quad(const uint8_t* codes, int64_t code_bytes, int t, int tokens, const uint8_t** rows) {
+  for (int i = 0; i < kQuad; ++i) rows[i] = codes + code_bytes * (t + i < tokens ? t + i : tokens - 1);
+}
+
+// Layout of `out`: chunks of 64 channels; in a chunk the quads, each four vectors.
+inline void spread_int8(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out, int64_t prefetch_bytes) {
+  const int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
+  for (int t = 0; t < tokens; t += kQuad) {
+    const uint8_t* row[kQuad];
+    codes_of_quad(codes, dim, t, tokens, row);
+    prefetch_lines(moved(row[0], prefetch_bytes), kQuad * dim);
+    uint8_t* to = out + t * kVecBytes;
+    for (int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
+      const __mmask64 mask = first_bytes(dim - c);
+      __m512i v[kQuad];
+      PAGED_UNROLLED(i, kQuad) v[i] = _mm512_maskz_loadu_epi8(mask, row[i] + c);
+      spread_quad(v[0], v[1], v[2], v[3], to);
+    }
+  }
+}
+
+// Nibbles become bytes 0…15. When half a row is not whole vectors, rows are put together before they are
+// spread.
+inline void spread_nibbles(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out,
+                           int64_t prefetch_bytes) {
+  const int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
+  const int64_t code_bytes = (dim + 1) / 2;
+  for (int t = 0; t < tokens; t += kQuad) {
+    const uint8_t* row[kQuad];
+    codes_of_quad(codes, code_bytes, t, tokens, row);
+    prefetch_lines(moved(row[0], prefetch_bytes), kQuad * code_bytes);
+    uint8_t* to = out + t * kVecBytes;
+    __m512i v[kQuad];
+    if (code_bytes == kVecBytes / 2) {
+      // The same 32 bytes twice, those in the upper half moved by four bits.
+      const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+      PAGED_UNROLLED(i, kQuad) {
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row[i]));
+        v[i] = low_nibbles(_mm512_srlv_epi16(_mm512_broadcast_i64x4(bytes), shifts));
+      }
+      spread_quad(v[0], v[1], v[2], v[3], to);
+    } else if (code_bytes % kVecBytes == 0) {
+      for (int64_t c = 0; c < code_bytes; c += kVecBytes, to += chunk_bytes) {
+        PAGED_UNROLLED(i, kQuad) v[i] = _mm512_loadu_si512(row[i] + c);
+        spread_quad(low_nibbles(v[0]), low_nibbles(v[1]), low_nibbles(v[2]), low_nibbles(v[3]), to);
+        spread_quad(high_nibbles(v[0]), high_nibbles(v[1]), high_nibbles(v[2]), high_nibbles(v[3]),
+                    to + code_bytes / kVecBytes * chunk_bytes);
+      }
+    } else {
+      uint8_t whole[kQuad][2 * kMaxIntegerDim];
+      for (int i = 0; i < kQuad; ++i) {
+        for (int64_t c = 0; c < code_bytes; ++c) whole[i][c] = row[i][c] & 15;
+        for (int64_t c = 0; c < dim - code_bytes; ++c) whole[i][code_bytes + c] = row[i][c] >> 4;
+      }
+      for (int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
+        const __mmask64 mask = first_bytes(dim - c);
+        for (int i = 0; i < kQuad; ++i) v[i] = _mm512_maskz_loadu_epi8(mask, whole[i] + c);
+        spread_quad(v[0], v[1], v[2], v[3], to);
+      }
+    }
+  }
+}
+
+// The weights of R queries as bytes, with what the sums are multiplied with and what is added to them.
+template <int R>
+struct ByteWeights {
+  alignas(64) uint8_t high[R][kMaxBlockSize];
+  alignas(64) uint8_t low[R][kMaxBlockSize];
+  float unit[R];
+  float zero[R];
+
+  // From `weights`, of which a 0 hides its token, whatever the token's scale is. `zeros` may be null. Scales
+  // and zeros are halves, one a token.
+  void set(const float* weights, const uint16_t* scales, const uint16_t* zeros, int tokens) {
+    alignas(64) float scaled[R][kMaxBlockSize];
+    Vec sums[R] = {};
+    __m512i tops[R];
+    PAGED_UNROLLED(r, R) tops[r] = _mm512_setzero_si512();
+    for (int t = 0; t < tokens; t += kLanes) {
+      const __mmask16 there = first_lanes(tokens - t);
+      const __m512 scale = halves(scales + t, there);
+      const __m512 shift = zeros == nullptr ? _mm512_setzero_ps() : halves(zeros + t, there);
+      PAGED_UNROLLED(r, R) {
+        const __m512 weight = (__m512)load(weights + r * kScoreStride + t);
+        const __mmask16 seen = _mm512_mask_cmp_ps_mask(there, weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+        const Vec product = (Vec)_mm512_maskz_mul_ps(seen, weight, scale);
+        store(scaled[r] + t, product);
+        tops[r] = larger_size(tops[r], product);
+        sums[r] = sums[r] + (Vec)_mm512_maskz_mul_ps(seen, weight, shift);
+      }
+    }
+    PAGED_UNROLLED(r, R) {
+      float inverse_unit;
+      zero[r] = zeros == nullptr ? 0.0f : sum_of(sums[r]);
+      unit[r] = unit_of(tops[r], kWeightSteps, inverse_unit);
+      for (int t = 0; t < tokens; t += kLanes) {
+        const __m512i q = _mm512_cvtps_epi32((__m512)(load(scaled[r] + t) * inverse_unit));
+        _mm_store_si128(reinterpret_cast<__m128i*>(high[r] + t),
+                        _mm512_cvtepi32_epi8(_mm512_srli_epi32(q, 8)));
+        _mm_store_si128(reinterpret_cast<__m128i*>(low[r] + t), _mm512_cvtepi32_epi8(q));
+      }
+    }
+  }
+
+ private:
+  static __m512 halves(const uint16_t* p, __mmask16 mask) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+  }
+};
+
+// Adds the weighted values, spread before, to R rows of sums in memory order.
+template <int R>
+void add_spread(const ByteWeights<R>& weights, const uint8_t* spread, int64_t dim, int tokens,
+                Vectors<float> sums) {
+  const int quads = (tokens + kQuad - 1) / kQuad;
+  for (int64_t first = 0; first < dim; first += kVecBytes) {
+    __m512i acc[R * 4];
+    PAGED_UNROLLED(i, R * 4) acc[i] = _mm512_setzero_si512();
+    for (int term = 0; term < 2; ++term) {
+      PAGED_UNROLLED(i, R * 4) acc[i] = _mm512_slli_epi32(acc[i], 8);
+      const auto& bytes = term == 0 ? weights.high : weights.low;
+      const uint8_t* at = spread + first * quads * kQuad;
+      for (int quad = 0; quad < quads; ++quad, at += 4 * kVecBytes) {
+        __m512i v[4];
+        PAGED_UNROLLED(i, 4) v[i] = _mm512_load_si512(at + i * kVecBytes);
+        PAGED_UNROLLED(r, R) {
+          int32_t four;
+          std::memcpy(&four, bytes[r] + quad * kQuad, sizeof four);
+          const __m512i weight = _mm512_set1_epi32(four);
+          PAGED_UNROLLED(i, 4) acc[r * 4 + i] = dot_bytes(acc[r * 4 + i], weight, v[i]);
+        }
+      }
+    }
+    PAGED_UNROLLED(r, R) {
+      // Vector i has channels 4 i … 4 i + 3 of each run of 16: to memory order.
+      const __m512i p = _mm512_shuffle_i32x4(acc[r * 4 + 0], acc[r * 4 + 1], 0x44);
+      const __m512i q = _mm512_shuffle_i32x4(acc[r * 4 + 2], acc[r * 4 + 3], 0x44);
+      const __m512i s = _mm512_shuffle_i32x4(acc[r * 4 + 0], acc[r * 4 + 1], 0xee);
+      const __m512i u = _mm512_shuffle_i32x4(acc[r * 4 + 2], acc[r * 4 + 3], 0xee);
+      const __m512i ordered[4] = {_mm512_shuffle_i32x4(p, q, 0x88), _mm512_shuffle_i32x4(p, q, 0xdd),
+                                  _mm512_shuffle_i32x4(s, u, 0x88), _mm512_shuffle_i32x4(s, u, 0xdd)};
+      for (int i = 0; i < 4 && first + i * kLanes < sums.stride; ++i) {
+        float* to = sums[r] + first + i * kLanes;
+        store(to, load(to) + ((Vec)_mm512_cvtepi32_ps(ordered[i]) * weights.unit[r] + weights.zero[r]));
+      }
+    }
+  }
+}
+
+}  // namespace paged
+
+#endif

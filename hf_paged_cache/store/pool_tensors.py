@@ -1,0 +1,307 @@
+"""Pool tensors: preallocated memory for the K and V of layers that share one shape and format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_paged_cache.formats import blank_beyond
+from hf_paged_cache.kernels import dispatch
+
+from .device.memory import allocate
+from .device.virtual_memory import growing_memory
+
+if TYPE_CHECKING:
+    from hf_paged_cache.blocks import Moves
+    from hf_paged_cache.formats import KVFormat, RecordFormat
+
+    from .device.virtual_memory import GrowingMemory
+
+Held = tuple[list[torch.Tensor], "list[GrowingMemory]"]
+"""Tensors, and the memory that they lie in where that can grow."""
+
+_NOWHERE: Mapping[int, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What layers must agree on to lie in the same pool tensors.
+
+    Attributes:
+        kv_heads: Heads of K and V.
+        head_dim: Of K.
+        v_head_dim: Of V.
+        dtype: Of the model's K and V.
+        device: Where they are.
+        format: How they are stored; None as they come.
+    """
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    format: KVFormat | None = None
+
+    @classmethod
+    def of(
+        cls, key_states: torch.Tensor, value_states: torch.Tensor, kv_format: KVFormat | None = None
+    ) -> PoolShape:
+        """The shape that stores `[batch, kv_heads, tokens, head_dim]` K and V."""
+        _, kv_heads, _, head_dim = key_states.shape
+        dtype, device = key_states.dtype, key_states.device
+        return cls(kv_heads, head_dim, value_states.shape[3], dtype, device, kv_format)
+
+    def layout(self, block_size: int) -> RecordFormat | None:
+        """The records of quantized blocks."""
+        return None if self.format is None else self.format.bind(block_size, self.head_dim, self.v_head_dim)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in one layer, as it is stored for good."""
+        layout = self.layout(block_size)
+        return self.dense_bytes(block_size) if layout is None else self.kv_heads * layout.nbytes
+
+    def dense_bytes(self, block_size: int) -> int:
+        """Bytes of one block in one layer, in the model's dtype."""
+        return self.kv_heads * block_size * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+
+
+class PoolTensors:
+    """All blocks of several layers, for every cache of a store.
+
+    Without a format K and V lie in two tensors `[blocks, layers, kv_heads, block_size, head_dim]`: a block's
+    K (or V) in all layers is one contiguous run, and one (block, layer, head) tile is contiguous. With one
+    there are records, uint8 `[blocks, layers, kv_heads, nbytes]`.
+
+    The memory is left uninitialised: on a CPU it costs nothing until a block is written.
+
+    Attributes:
+        shape: What its layers agree on.
+        num_layers: Layers that there is room for.
+        block_size: Tokens per block.
+        grows: More blocks are expected, so that memory is taken that grows where it lies, if there is such.
+        layout: What the bytes of records mean, or None.
+        layers: Layer index -> its place in the second dimension.
+        held: K and V, or records, and their memory; replaced as one where their size changes.
+    """
+
+    def __init__(
+        self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int, grows: bool = False
+    ) -> None:
+        self.shape = shape
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self.grows = grows
+        self.layout = shape.layout(block_size)
+        self.layers: dict[int, int] = {}
+        sizes = self._sizes(num_blocks)
+        memory = [growing_memory(shape.device) for _ in sizes] if grows else []
+        self.held: Held = [], [each for each in memory if each is not None]
+        tensors = self._in_place(num_blocks)
+        self.held = (
+            ([allocate(*each, shape.device, block_size) for each in sizes], [])
+            if tensors is None
+            else (tensors, self.held[1])
+        )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """K and V, or records."""
+        return self.held[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there is room for."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def grows_in_place(self) -> bool:
+        """Whether more blocks can come without a copy of those that there are."""
+        return bool(self.held[1])
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.num_layers * self.shape.block_bytes(self.block_size)
+
+    def claim(self, layer_idx: int) -> int | None:
+        """The place of a layer, a new one if it has none yet; None if there is no room."""
+        if layer_idx not in self.layers and len(self.layers) < self.num_layers:
+            self.layers[layer_idx] = len(self.layers)
+        return self.layers.get(layer_idx)
+
+    def copy(
+        self, num_blocks: int, used: Mapping[int, int], moved: Mapping[int, int] = _NOWHERE
+    ) -> PoolTensors:
+        """The same layers in tensors of their own.
+
+        Args:
+            num_blocks: Blocks of the copy.
+            used: Id -> first tokens of a block that are copied. Other blocks are not touched, so that they
+                stay free of charge.
+            moved: Id -> another one that it has in the copy.
+        """
+        copied = PoolTensors(
+            self.shape,
+            num_blocks=num_blocks,
+            num_layers=self.num_layers,
+            block_size=self.block_size,
+            grows=self.grows,
+        )
+        copied.layers = dict(self.layers)
+        for new, old in zip(copied.tensors, self.tensors, strict=True):
+            for block_id, tokens in used.items():
+                content = old[block_id]
+                if tokens < self.block_size:
+                    content = self.first_tokens(content[None], torch.tensor([tokens], device=old.device))[0]
+                new[moved.get(block_id, block_id)] = content
+        return copied
+
+    def first_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Copies of what lies in blocks, in which nothing is left but the first tokens `[blocks]` of each."""
+        return (
+            blank_beyond(blocks, tokens) if self.layout is None else self.layout.first_tokens(blocks, tokens)
+        )
+
+    def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Held:
+        """What `held` is to be for so many blocks: in the memory where they lie, otherwise copied.
+
+        Args:
+            num_blocks: Not less than now, unless no block has a higher id or those that have are moved.
+            used: Ids of blocks whose content stays.
+            moved: Id -> another one that it will have.
+        """
+        tensors = self._in_place(num_blocks) if num_blocks > self.num_blocks else None
+        if tensors is not None:
+            return tensors, self.held[1]
+        return self.copy(num_blocks, dict.fromkeys(used, self.block_size), moved).held
+
+    def _sizes(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Sizes and dtypes of the tensors."""
+        shape, leading = self.shape, (num_blocks, self.num_layers, self.shape.kv_heads)
+        if self.layout is not None:
+            return [((*leading, self.layout.nbytes), torch.uint8)]
+        return [((*leading, self.block_size, dim), shape.dtype) for dim in (shape.head_dim, shape.v_head_dim)]
+
+    def _in_place(self, num_blocks: int) -> list[torch.Tensor] | None:
+        """The tensors in memory that grows; None if there is none, or none is left."""
+        sizes, memory = self._sizes(num_blocks), self.held[1]
+        if len(memory) < len(sizes):
+            return None
+        try:
+            with torch.inference_mode(False):
+                return [each.tensor(*size) for each, size in zip(memory, sizes, strict=True)]
+        except RuntimeError:
+            return None
+
+
+class LayerPool:
+    """K and V of one cache's layers: blocks that caches share, and dense slots if those are records.
+
+    A slot is a block in the model's dtype; a quantized layer keeps a few, `[slots, layers, kv_heads,
+    block_size, head_dim]`.
+
+    Attributes:
+        tensors: Where blocks lie.
+        shape: What the layers agree on.
+        layout: What the bytes of records mean, or None.
+        slots: Where slots lie, or None.
+    """
+
+    def __init__(self, tensors: PoolTensors, *, num_slots: int = 0) -> None:
+        self.tensors = tensors
+        self.shape = tensors.shape
+        self.layout = tensors.layout
+        self.slots: PoolTensors | None = None
+        if tensors.layout is not None:
+            self.slots = PoolTensors(
+                replace(tensors.shape, format=None),
+                num_blocks=num_slots,
+                num_layers=tensors.num_layers,
+                block_size=tensors.block_size,
+            )
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`[blocks or slots, layers, kv_heads, block_size, head_dim]`."""
+        return (self.slots or self.tensors).tensors[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """`[blocks or slots, layers, kv_heads, block_size, v_head_dim]`."""
+        return (self.slots or self.tensors).tensors[1]
+
+    @property
+    def records(self) -> torch.Tensor | None:
+        """uint8 `[blocks, layers, kv_heads, nbytes]`, or None."""
+        return None if self.layout is None else self.tensors.tensors[0]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots."""
+        return 0 if self.slots is None else self.slots.nbytes
+
+    def bytes_by_format(self, layers: int, blocks: int, slots: int) -> dict[str, int]:
+        """Format -> bytes that layers use of so many blocks; `auto` is the model's dtype.
+
+        Args:
+            layers: How many of this cache live here.
+            blocks: That hold tokens.
+            slots: How many of them quantized layers keep in slots.
+        """
+        size = self.tensors.block_size
+        if self.shape.format is None:
+            return {"auto": layers * blocks * self.shape.block_bytes(size)}
+        return {
+            "auto": layers * slots * self.shape.dense_bytes(size),
+            self.shape.format.name: layers * (blocks - slots) * self.shape.block_bytes(size),
+        }
+
+    def copy_blocks(self, src: list[int], dst: list[int]) -> None:
+        """Copy whole blocks, all layers at once (copy-on-write)."""
+        for tensor in self.tensors.tensors:
+            dispatch.copy_blocks(tensor, src, dst)
+
+    def seal(self, slots: list[int], ids: list[int]) -> None:
+        """Encode full blocks, all layers at once: slot -> record."""
+        self._move(dispatch.encode_blocks, slots, ids)
+
+    def follow(self, moves: Moves) -> None:
+        """Bring slots up to what a reservation has changed in them: copies, and records that are decoded."""
+        if moves.copied and self.slots is not None:
+            for tensor in self.slots.tensors:
+                dispatch.copy_blocks(tensor, *split_pairs(moves.copied))
+        if moves.unsealed:
+            ids, slots = split_pairs(moves.unsealed)
+            self._move(dispatch.decode_blocks, slots, ids)
+
+    def grow_slots(self, num_slots: int) -> None:
+        """Have so many slots; contents stay."""
+        assert self.slots is not None, "only a quantized pool has slots"
+        held = range(self.slots.num_blocks)
+        self.slots = self.slots.copy(num_slots, dict.fromkeys(held, self.slots.block_size))
+
+    def copy(self, tensors: PoolTensors, used_slots: Mapping[int, int]) -> LayerPool:
+        """The same layers of another cache, in these tensors or in a copy of them; its slots are its own."""
+        copied = LayerPool(tensors)
+        if self.slots is not None:
+            copied.slots = self.slots.copy(self.slots.num_blocks, used_slots)
+        return copied
+
+    def _move(self, move: Callable[..., None], slots: list[int], ids: list[int]) -> None:
+        assert self.layout is not None, "only quantized blocks are encoded and decoded"
+        move(self.layout, self.records, self.keys, self.values, slots, ids)
+
+
+def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The first and the second of every pair."""
+    return [first for first, _ in pairs], [second for _, second in pairs]

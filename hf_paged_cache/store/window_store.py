@@ -1,0 +1,209 @@
+"""The blocks of layers that keep the same tokens, the tensors they lie in, and who holds them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hf_paged_cache.blocks import BlockPool
+
+from .device.streams import Streams
+from .pool_tensors import PoolTensors
+
+if TYPE_CHECKING:
+    from hf_paged_cache.blocks import BlockManager
+
+    from .pool_tensors import LayerPool, PoolShape
+
+
+class RunningStep(Protocol):
+    """A forward that writes where layers were bound when it began."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended; False if nobody knows."""
+
+
+@dataclass(eq=False)
+class Holder:
+    """Somebody who holds blocks of a window store, as far as the store needs to know.
+
+    Attributes:
+        manager: Which blocks, in which rows.
+        pools: The tensors that they are read from.
+        step: What is writing to them; None between steps.
+    """
+
+    manager: BlockManager
+    pools: list[LayerPool]
+    step: RunningStep | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether tensors have to stay where they are.
+
+        A forward that has ended writes no more, also if nobody has looked at it since: an exception may have
+        left it for good.
+        """
+        return self.step is not None and not self.step.is_over
+
+
+class WindowStore:
+    """The part of a store for layers that keep the same tokens (all, or those of one window).
+
+    Attributes:
+        window: Tokens a query sees, or None for all.
+        block_size: Tokens per block.
+        grows: It began with less than it may need.
+        blocks: Who refers to which block.
+        tensors: Where blocks lie, for each shape and format of layers.
+        version: Bumped when tensors were replaced by others; holders then look where their layers lie.
+        streams: Of a GPU, that its blocks are used on.
+    """
+
+    def __init__(self, window: int | None, num_blocks: int, block_size: int, *, grows: bool = False) -> None:
+        self.window = window
+        self.block_size = block_size
+        self.grows = grows
+        self.blocks = BlockPool(num_blocks)
+        self.tensors: list[PoolTensors] = []
+        self.version = 0
+        self.streams = Streams()
+        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self._left: deque[BlockManager] = deque()
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return self.blocks.num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken."""
+        return self.blocks.num_free + self.blocks.num_pending
+
+    @property
+    def holders(self) -> list[Holder]:
+        """All who hold blocks or may do so: one for each cache."""
+        return list(self._holders)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all holders."""
+        return sum(holder.manager.batch for holder in self._holders)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several caches use it."""
+        return len(self._holders) > 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensors.nbytes for tensors in self.tensors)
+
+    def join(self, holder: Holder) -> None:
+        """Count somebody among the holders, and take its blocks back when it is dropped."""
+        self._holders.add(holder)
+        # In the middle of anything, so blocks are only noted here.
+        weakref.finalize(holder, self._left.append, holder.manager).atexit = False
+
+    def can_move(self, asking: Holder) -> bool:
+        """Whether tensors may be replaced by others: no holder but the asking one is writing to them."""
+        return not any(holder.is_writing for holder in self._holders if holder is not asking)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether holders were dropped whose blocks have yet to be taken back."""
+        return bool(self._left)
+
+    def collect(self) -> None:
+        """Take back the blocks of holders that were dropped."""
+        while self._left:
+            self._left[0].reset()
+            self._left.popleft()
+
+    def save(self) -> Callable[[], None]:
+        """Remember who uses it and where everything lies. Returns what makes it so again."""
+        holders, tensors = self.holders, list(self.tensors)
+        held = [each.held for each in tensors]
+        num_blocks, version = self.num_blocks, self.version
+
+        def restore() -> None:
+            for holder in self.holders:
+                if holder not in holders:
+                    holder.manager.forget()
+            while self._left:  # dropped since, or before: nobody counts their blocks below
+                self._left.pop().forget()
+            self._holders = weakref.WeakSet(holders)
+            self.tensors = list(tensors)
+            for each, before in zip(tensors, held, strict=True):
+                each.held = before
+            if self.version != version:
+                self.version += 1  # somebody may have found the larger tensors already
+            self.rebuild(num_blocks)
+
+        return restore
+
+    def rebuild(self, num_blocks: int | None = None) -> None:
+        """Count anew who holds which block. The tables of all holders say it."""
+        holdings = [rows for holder in self.holders for rows in holder.manager.holdings()]
+        self.blocks.rebuild(num_blocks or self.num_blocks, holdings)
+
+    def claim(self, layer_idx: int, shape: PoolShape, num_layers: int) -> tuple[PoolTensors, int]:
+        """The tensors of a layer and its place there; if some have to be made, for so many layers."""
+        for tensors in self.tensors:
+            place = tensors.claim(layer_idx) if tensors.shape == shape else None
+            if place is not None:
+                return tensors, place
+        tensors = PoolTensors(
+            shape,
+            num_blocks=self.num_blocks,
+            num_layers=max(1, num_layers),
+            block_size=self.block_size,
+            grows=self.grows,
+        )
+        self.tensors.append(tensors)
+        place = tensors.claim(layer_idx)
+        assert place is not None, "new tensors have room for a layer"
+        return tensors, place
+
+    def drop(self, tensors: PoolTensors) -> None:
+        """Forget tensors that no holder uses."""
+        if not any(pool.tensors is tensors for holder in self._holders for pool in holder.pools):
+            self.tensors.remove(tensors)
+
+    def grow(self, num_blocks: int) -> None:
+        """Enlarge all tensors to `num_blocks`; ids and contents stay. All of them or none."""
+        used = self.blocks.referenced()
+        self._order_streams()
+        larger = [tensors.resized(num_blocks, used) for tensors in self.tensors]
+        self.blocks.grow(num_blocks - self.num_blocks)
+        for tensors, held in zip(self.tensors, larger, strict=True):
+            tensors.held = held
+        self.version += 1
+
+    def shrink(self, num_blocks: int) -> dict[int, int]:
+        """Make all tensors as small as `num_blocks`, which is enough for what is referenced.
+
+        Returns:
+            Old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
+        """
+        used = self.blocks.referenced()
+        self._order_streams()
+        moved = self.blocks.moves_to_shrink(num_blocks)
+        smaller = [tensors.resized(num_blocks, used, moved) for tensors in self.tensors]
+        for tensors, held in zip(self.tensors, smaller, strict=True):
+            tensors.held = held
+        self.blocks.shrink(num_blocks, moved)
+        self.version += 1
+        return moved
+
+    def _order_streams(self) -> None:
+        """Let what other streams have queued end before tensors are copied, and before they are freed."""
+        for tensors in self.tensors:
+            self.streams.enter(tensors.shape.device, takes_blocks=True)
+            self.streams.retire(tensors.tensors)
