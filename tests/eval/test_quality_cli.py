@@ -1,4 +1,4 @@
-"""Verdicts, tables, pictures and exit codes of `python -m eval.quality`."""
+"""Verdicts, tables, pictures and exit codes of `python -m eval quality`."""
 
 from __future__ import annotations
 

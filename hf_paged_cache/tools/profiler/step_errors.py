@@ -132,7 +132,7 @@ def errors_of(got: torch.Tensor, want: torch.Tensor) -> Errors:
 
 
 def kl_divergence(logits: torch.Tensor, full_logits: torch.Tensor) -> torch.Tensor:
-    """KL(full precision || format) in nats of each next token, from logits `[..., vocabulary]`; in float64."""
+    """KL(full precision || format) of each next token in nats, from logits `[..., vocabulary]`."""
     got, want = (x.to("cpu", torch.float64).log_softmax(-1) for x in (logits, full_logits))
     # A token that full precision rules out entirely adds nothing.
     terms = torch.where(want.isneginf(), 0.0, want.exp() * (want - got))
