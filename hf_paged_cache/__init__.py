@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import _moved
+
 if TYPE_CHECKING:
     from .attention.paged_attention import activate as enable
     from .attention.paged_attention import deactivate as disable
@@ -52,6 +54,8 @@ __all__ = [
     "plan_memory",
     "profile_cache",
 ]
+
+_moved.find_modules()
 
 # Loaded on first use: `hf_paged_cache.blocks` must import without torch.
 _HOME = {

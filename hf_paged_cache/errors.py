@@ -21,7 +21,8 @@ an error.
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 WAYS_TO_CHANGE = (
     "What a PagedCache holds is changed by `cache.update(...)` and `cache.crop(...)`; to put in other K and "
@@ -79,3 +80,13 @@ class PoolExhausted(RuntimeError):
 
 class BackendUnavailable(RuntimeError):
     """The backend forced by `HF_PAGED_CACHE_BACKEND` cannot run this call."""
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name != "QuantisationError":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = "QuantisationError is QuantizationError now; the old name goes with the next version"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return QuantizationError

@@ -13,6 +13,7 @@ PACKAGE = Path(hf_paged_cache.__file__).parent
 
 # From the ground up: a room imports from itself and from rooms before it.
 ROOMS = (
+    "_moved",
     "errors",
     "formats",
     "blocks",

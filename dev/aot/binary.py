@@ -1,4 +1,4 @@
-"""Compile one variant for one target, and read the binary."""
+"""Compilation of one variant for one target, and what is read from the binary."""
 
 from __future__ import annotations
 

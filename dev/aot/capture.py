@@ -1,4 +1,4 @@
-"""What Triton would compile for a launch, caught before it compiles.
+"""Arguments of Triton's compiler for a launch, caught before it compiles.
 
 A launch on tensors without data goes through Triton's own specialisation of arguments (types, alignment,
 values of 1), so that what is compiled here is what a device would run.
@@ -14,37 +14,17 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from hf_paged_cache.kernels.triton import launch as launch_module
-from hf_paged_cache.kernels.triton import record_variants as record_constants
-from hf_paged_cache.kernels.triton import records as records_module
-from hf_paged_cache.kernels.triton import variants as constants
+from hf_paged_cache.kernels.triton import launch, variants
 from hf_paged_cache.kernels.triton.attend import attend_kernel, merge_kernel
-from hf_paged_cache.kernels.triton.attend_records import attend_records_kernel, merge_records_kernel
-from hf_paged_cache.kernels.triton.move import copy_kernel, write_kernel
-from hf_paged_cache.kernels.triton.move_records import encode_records_kernel, write_records_kernel
+from hf_paged_cache.kernels.triton.move import copy_kernel, encode_kernel, write_kernel
 
 from .targets import Target
 from .variants import Variant
 
 KERNELS = {
     kernel.fn.__name__: kernel
-    for kernel in (
-        attend_kernel,
-        merge_kernel,
-        write_kernel,
-        copy_kernel,
-        attend_records_kernel,
-        merge_records_kernel,
-        write_records_kernel,
-        encode_records_kernel,
-    )
+    for kernel in (attend_kernel, merge_kernel, write_kernel, encode_kernel, copy_kernel)
 }
-_DEPEND_ON_THE_DEVICE = (
-    constants.attend_constants,
-    constants.write_constants,
-    record_constants.attend_records_constants,
-    record_constants.write_records_constants,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +32,7 @@ class Specialised:
     """Arguments of Triton's compiler, as its launcher derives them: see `triton.compiler.ASTSource`."""
 
     kernel: Any
-    signature: dict[str, str]
+    signature: dict[str, Any]
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
     options: dict[str, Any]
@@ -60,7 +40,7 @@ class Specialised:
     def named_constants(self) -> dict[str, Any]:
         """Compile-time arguments by name."""
         names = [param.name for param in self.kernel.params]
-        return {names[path[0]]: value for path, value in self.constants.items()}
+        return {names[path[0]]: value for path, value in self.constants.items() if len(path) == 1}
 
 
 def gpu_target(target: Target) -> GPUTarget:
@@ -76,13 +56,17 @@ def specialise(variant: Variant, target: Target) -> Specialised:
     Raises:
         AssertionError: The launch does not start the kernel that the variant names.
     """
-    for function in _DEPEND_ON_THE_DEVICE:
-        function.cache_clear()  # no process has two kinds of devices
+    for function in (variants.attend_constants, variants.write_constants):
+        function.cache_clear()  # they depend on the device, and no process has two kinds
     driver.set_active(_Device(target))
     with _caught() as caught:
-        variant.launch(records_module if variant.of_records else launch_module)
-    assert variant.kernel in caught, f"'{variant.name}' starts {sorted(caught)}, not {variant.kernel}"
-    return caught[variant.kernel]
+        variant.launch(launch)
+    found = [special for special in caught if special.kernel is KERNELS[variant.kernel]]
+    if variant.kernel == "attend_kernel":
+        found = [special for special in found if special.named_constants()["COLUMNS"] == variant.over_dense]
+    names = sorted({special.kernel.fn.__name__ for special in caught})
+    assert found, f"'{variant.name}' starts {names}, not {variant.kernel}"
+    return found[-1]  # what is only compiled ahead comes first
 
 
 class _Device:
@@ -106,22 +90,21 @@ class _Device:
 
 
 @contextmanager
-def _caught() -> Iterator[dict[str, Specialised]]:
-    caught: dict[str, Specialised] = {}
-    for name, kernel in KERNELS.items():
+def _caught() -> Iterator[list[Specialised]]:
+    caught: list[Specialised] = []
+    for kernel in KERNELS.values():
 
         def catch(
             key: Any,
-            signature: dict[str, str],
+            signature: dict[str, Any],
             device: Any,
             constexprs: dict[tuple[int, ...], Any],
             options: Any,
             attrs: dict[tuple[int, ...], Any],
             warmup: bool,
-            name: str = name,
             kernel: Any = kernel,
         ) -> None:
-            caught[name] = Specialised(kernel, signature, constexprs, attrs, dict(options.__dict__))
+            caught.append(Specialised(kernel, signature, constexprs, attrs, dict(options.__dict__)))
 
         kernel._do_compile = catch
     try:

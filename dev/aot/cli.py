@@ -14,12 +14,11 @@ from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
-from .apart import compile_apart
 from .binary import Binary
-from .table import render, summary
+from .isolated import compile_isolated
+from .table import faults, render, summary
 from .targets import TARGETS
 from .variants import all_variants
-from .verdict import faults
 
 OK, FAULTY, CANNOT_RUN = 0, 1, 2
 _ENVIRONMENT = {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "0", "TRITON_DEBUG": "0"}
@@ -88,7 +87,7 @@ def _compile_all(
     results: dict[tuple[str, str], Binary | str] = {}
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(max(1, jobs)) as pool:
         os.environ.update(_ENVIRONMENT, TRITON_CACHE_DIR=cache)
-        futures = {pool.submit(compile_apart, *pair): pair for pair in pairs}
+        futures = {pool.submit(compile_isolated, *pair): pair for pair in pairs}
         for done, future in enumerate(as_completed(futures), 1):
             pair = futures[future]
             results[pair] = future.result()

@@ -1,4 +1,4 @@
-"""Which source lines of the kernels move K and V."""
+"""Source lines of the kernels that move K and V."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from hf_paged_cache.kernels import triton
 from .read import Place
 
 KERNEL_FOLDER = Path(triton.__file__).parent
-PAYLOAD_POINTERS = frozenset(
-    {"keys_ptr", "values_ptr", "new_keys_ptr", "new_values_ptr", "pool_ptr", "codes_ptr"}
-)
+PAYLOAD_POINTERS = frozenset({"codes_ptr", "new_ptr", "pool_ptr"})
 """Names that kernels have for pointers to K and V; scales, tables and masks have others."""
 
 

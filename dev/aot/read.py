@@ -1,4 +1,4 @@
-"""Read what compilers write: resource usage, NVIDIA machine code, AMD assembly."""
+"""Readers of what compilers write: resource usage, NVIDIA machine code, AMD assembly."""
 
 from __future__ import annotations
 

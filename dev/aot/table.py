@@ -1,4 +1,4 @@
-"""Binaries as an aligned table."""
+"""Binaries as an aligned table, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .binary import Binary
 from .read import BULK_BITS
-from .verdict import faults
+from .targets import TARGETS
 
 _HEADER = ("variant", "target", "warps", "stages", "regs", "spill B", "shared KiB", "K/V bits", "fit", "")
 
@@ -67,3 +67,29 @@ def _width(binary: Binary) -> str:
     if binary.piece_bits < 128:
         words.insert(0, "odd rows")
     return " ".join(words)
+
+
+def faults(binary: Binary) -> list[str]:
+    """Reasons not to ship it, in words; none if it is fine."""
+    found = []
+    if binary.usage.spill_bytes:
+        found.append(f"spills {binary.usage.spill_bytes} bytes a thread")
+    limit = TARGETS[binary.target].shared_bytes
+    if binary.shared_bytes > limit:
+        found.append(
+            f"takes {_kib(binary.shared_bytes)} KiB of shared memory, {binary.target} has {_kib(limit)}"
+        )
+    elif not binary.programs:
+        found.append("takes more registers than a multiprocessor has")
+    if binary.kernel.startswith("merge_"):
+        return found
+    narrowest = binary.moves.narrowest_bits()
+    if narrowest is None:
+        found.append("no load of K or V was found in it")
+    elif narrowest < binary.piece_bits:
+        found.append(f"moves K or V in pieces of {narrowest} bits, {binary.piece_bits} are possible")
+    return found
+
+
+def _kib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024:.1f}"

@@ -73,6 +73,6 @@ TARGETS = {
 """A100, A10 and RTX 30, L4 and RTX 40, H100 and H200, B200, RTX 50, MI200, MI300.
 
 gfx950 (MI350) runs what is made for gfx942 and has more shared memory; its int4 kernels take so many
-registers that one program fits. Others are refused at run time: see `gpu.LOWEST_CAPABILITY` and
-`gpu.AMD_ARCHITECTURES`.
+registers that one program fits. Others are refused at run time: see `LOWEST_CAPABILITY` and
+`AMD_ARCHITECTURES` of `kernels.triton`.
 """

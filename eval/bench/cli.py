@@ -1,4 +1,4 @@
-"""The command line of `python -m eval.bench`."""
+"""The command line of `python -m eval bench`."""
 
 from __future__ import annotations
 

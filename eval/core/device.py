@@ -11,7 +11,7 @@ import torch
 
 import hf_paged_cache
 from eval.core.errors import UsageError
-from hf_paged_cache.tools.doctor.machine import processor
+from hf_paged_cache.tools.doctor import processor
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "datasets", "evaluate", "rouge_score", "sacrebleu")
 

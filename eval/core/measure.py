@@ -137,7 +137,15 @@ class CudaPeak:
         self.rise_bytes = self.peak_bytes - self._start_bytes
 
 
-class HighWaterPeak:
+class _ResidentPeak:
+    def __init__(self) -> None:
+        self.peak_bytes = self.rise_bytes = self._start_bytes = 0
+
+    def _end(self, peak_bytes: int) -> None:
+        self.peak_bytes, self.rise_bytes = peak_bytes, max(0, peak_bytes - self._start_bytes)
+
+
+class HighWaterPeak(_ResidentPeak):
     """Peak resident memory of the whole process as the Linux kernel saw it, reset at the start.
 
     Freed memory that the C library still holds is handed back to the kernel before the start; otherwise one
@@ -148,9 +156,6 @@ class HighWaterPeak:
 
     method = "peak resident memory of the process (VmHWM, reset before every batch)"
 
-    def __init__(self) -> None:
-        self.peak_bytes = self.rise_bytes = 0
-
     def __enter__(self) -> Self:
         release_free_memory()
         _CLEAR_REFS.write_text("5")
@@ -158,11 +163,10 @@ class HighWaterPeak:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.peak_bytes = _high_water_bytes()
-        self.rise_bytes = max(0, self.peak_bytes - self._start_bytes)
+        self._end(_high_water_bytes())
 
 
-class SampledPeak:
+class SampledPeak(_ResidentPeak):
     """Highest resident memory of the process seen by a thread that looks every `interval_s` seconds.
 
     The last resort, where the kernel's own high-water mark cannot be reset: a peak that lasts less than the
@@ -172,10 +176,10 @@ class SampledPeak:
     method = "highest resident memory of the process seen by a sampling thread (a lower bound)"
 
     def __init__(self, interval_s: float = 0.001) -> None:
+        super().__init__()
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.peak_bytes = self.rise_bytes = 0
 
     def __enter__(self) -> Self:
         release_free_memory()
@@ -186,8 +190,7 @@ class SampledPeak:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.peak_bytes = max(self.peak_bytes, _resident_bytes())
-        self.rise_bytes = self.peak_bytes - self._start_bytes
+        self._end(max(self.peak_bytes, _resident_bytes()))
 
     def _sample(self) -> None:
         while not self._stop.wait(self._interval_s):

@@ -10,8 +10,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,3 +76,21 @@ def rows(content: Mapping[str, Any], bench: str, **cells: object) -> list[dict[s
         for row in result["rows"]
         if all(row.get(key) == value for key, value in cells.items())
     ]
+
+
+def build(kind: Any, value: Any) -> Any:
+    """Return `value`, as JSON gives it, as the type `kind`: a dataclass, a container, or a plain one."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        unknown = sorted(value.keys() - hints.keys())
+        if unknown:
+            raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+        return kind(**{name: build(hints[name], item) for name, item in value.items()})
+    if value is None:
+        return None
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is types.UnionType:
+        return build(next(one for one in arguments if one is not types.NoneType), value)
+    if typing.get_origin(kind) in (tuple, list):
+        return typing.get_origin(kind)(build(arguments[0], item) for item in value)
+    return float(value) if kind is float else value

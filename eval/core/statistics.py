@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_paged_cache.tools.profiler.measure import kl_divergence, top1_agreement
+from hf_paged_cache.tools.profiler.step_errors import kl_divergence, top1_agreement
 
 __all__ = [
     "CONFIDENCE",

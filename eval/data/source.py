@@ -60,14 +60,10 @@ def chosen(settings: Settings, shipped: Source) -> Source:
         raise UsageError(f"{settings.dataset} is a file, without splits and configurations: leave those away")
     known = PRESETS.get(settings.dataset)
     base = known or Source(settings.dataset, {})
-    given = {
-        role: column
-        for role in ("id", "input", "reference")
-        if (column := getattr(settings, f"{role}_column")) is not None
-    }
+    given = {role: getattr(settings, f"{role}_column") for role in ("id", "input", "reference")}
     return Source(
         base.name,
-        {**base.columns, **given},
+        {**base.columns, **{role: column for role, column in given.items() if column is not None}},
         settings.dataset_config or base.config,
         settings.split or base.split,
         settings.instruction or base.instruction,
@@ -79,11 +75,7 @@ def read(source: Source, roles: tuple[str, ...], limit: int | None, seed: int) -
 
     Rows that lack one of the texts are passed over. Without an id, a row's place in the table is its name.
 
-    Args:
-        source: the table.
-        roles: what the task reads beside `id`.
-        limit: how many; None is all, in their order.
-        seed: which.
+    Without a limit they are all, in their order. `roles` are those that the task reads beside `id`.
 
     Raises:
         UsageError: it cannot be had, or lacks a column; names the columns there are.

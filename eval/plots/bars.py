@@ -102,15 +102,35 @@ def _fill(
 
 def _bars(axes: Axes, measure: Measure, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
     values = [measure.value(row) for row in rows]
+    texts = ["not measured" if value is None else format(value, measure.spec) for value in values]
+    looks = [
+        (_COLOURS[numbers[row.cache] % len(_COLOURS)], _HATCHES[numbers[row.cache] % len(_HATCHES)])
+        for row in rows
+    ]
+    draw_bars(
+        axes, rows[0].task, [row.cache for row in rows], [value or 0.0 for value in values], texts, looks
+    )
+
+
+def draw_bars(
+    axes: Axes,
+    title: str,
+    names: Sequence[str],
+    values: Sequence[float],
+    texts: Sequence[str],
+    looks: Sequence[tuple[str, str]],
+    left: float = 0.0,
+) -> None:
+    """Draw a bar for each name from `left` to its value, with a text at its end; looks: colour and hatch."""
     bars = axes.barh(
-        [row.cache for row in rows],
-        [0.0 if value is None else value for value in values],
-        color=[_COLOURS[numbers[row.cache] % len(_COLOURS)] for row in rows],
-        hatch=[_HATCHES[numbers[row.cache] % len(_HATCHES)] for row in rows],
+        names,
+        [max(0.0, value - left) for value in values],
+        left=left,
+        color=[colour for colour, _ in looks],
+        hatch=[hatch for _, hatch in looks],
         edgecolor="black",
         linewidth=0.6,
     )
-    texts = ["not measured" if value is None else format(value, measure.spec) for value in values]
-    axes.bar_label(bars, texts, padding=3)
-    axes.set_title(rows[0].task, loc="left", fontsize="medium", fontweight="bold")
+    axes.bar_label(bars, texts, padding=3, fontsize="small")
+    axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)

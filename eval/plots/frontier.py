@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from eval.plots.looks import DPI, Look, Name, Picture, write_names
+from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
 from eval.run.lookups import DEFAULT_CACHE, by_task
 from eval.run.rows import Metric, Row
 
@@ -115,7 +114,7 @@ def _metric(rows: Sequence[Row]) -> Metric | None:
 def _panel(axes: Axes, spots: Sequence[Point], metric: Metric, looks: Mapping[str, Look]) -> None:
     best = front(spots)
     axes.axhline(0.0, color="#999999", linewidth=0.8, zorder=0)
-    bits, differences = [point.bits for point in best], [point.difference for point in best]
+    bits, differences = [p.bits for p in best], [p.difference for p in best]
     axes.plot(bits, differences, color="#777777", linestyle="--", linewidth=0.9)
     for point in spots:
         look = looks[point.caches[0]]
@@ -130,17 +129,10 @@ def _panel(axes: Axes, spots: Sequence[Point], metric: Metric, looks: Mapping[st
             elinewidth=0.8,
             capsize=2,
         )
-    _bits_axis(axes, [point.bits for point in spots])
-    _difference_axis(axes, spots, metric)
-
-
-def _bits_axis(axes: Axes, bits: Sequence[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(min(bits) / _ROOM, max(bits) * _ROOM)
-    axes.xaxis.set_major_locator(FixedLocator(_BITS))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bits = [point.bits for point in spots]
+    power_axis(axes, _BITS, min(bits) / _ROOM, max(bits) * _ROOM)
     axes.set_xlabel("bits per value of K and V")
+    _difference_axis(axes, spots, metric)
 
 
 def _difference_axis(axes: Axes, spots: Sequence[Point], metric: Metric) -> None:

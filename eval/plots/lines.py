@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from eval.core.statistics import Spread
-from eval.plots.looks import DPI, Look, Name, Picture, write_names
+from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
 from eval.run.lookups import MIB
 from eval.run.rows import AtContext, Row
 
@@ -109,11 +109,7 @@ def _panel(
     asides = _asides(len(rows), lengths) if has_bars else [1.0] * len(rows)
     for row, aside in zip(rows, asides, strict=True):
         _line(axes, row, looks[row.cache], value, aside)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator([float(length) for length in lengths]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:.0f}"))
-    axes.set_xlim(lengths[0] * min(asides) / _ROOM, lengths[-1] * max(asides) * _ROOM)
+    power_axis(axes, lengths, lengths[0] * min(asides) / _ROOM, lengths[-1] * max(asides) * _ROOM)
     axes.set_ylabel(label)
     if min(ends[0] for ends in values) > 0:
         _powers(axes, [end for ends in values for end in ends])

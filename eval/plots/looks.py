@@ -52,6 +52,17 @@ def _look(number: int) -> Look:
     )
 
 
+def power_axis(axes: Axes, ticks: Sequence[float], low: float, high: float) -> None:
+    """Make the horizontal axis one of powers, with these numbers on it."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 @dataclass(frozen=True)
 class Name:
     """A name to write: of a cache, at what height of the data, how it looks, and where its line ends."""

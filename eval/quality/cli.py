@@ -45,29 +45,7 @@ def quality(
     the exit code is 1 if a number is missed.
     """
     offsets = (False, True) if key_offset is None else (key_offset,)
-    count = tokens or (QUICK_TOKENS if quick else 1024)
-    with usage_errors():
-        results = run(model, rows, count, chunk, only, quick, defaults, offsets, json_file)
-    if not all(bound.holds for result in results for row in result.rows for bound in row.bounds):
-        raise typer.Exit(EXIT_WRONG)
-
-
-def run(
-    model: str,
-    rows: int,
-    tokens: int,
-    chunk: int,
-    only: str | None,
-    quick: bool,
-    defaults: bool,
-    offsets: tuple[bool, ...],
-    json_file: Path | None,
-) -> list[Any]:
-    """Run the comparisons, print their tables, write the files.
-
-    Raises:
-        UsageError: an unknown scheme, too little text, no such model, or a file that cannot be written.
-    """
+    tokens = tokens or (QUICK_TOKENS if quick else 1024)
     console = terminal()
     import torch
 
@@ -77,12 +55,13 @@ def run(
     from eval.quality import protocol, schemes, tables
     from eval.quality.requirements import Protocol
 
-    selected = schemes.chosen(only, quick=quick, defaults=defaults)
-    check_writable(json_file)
+    with usage_errors():
+        selected = schemes.chosen(only, quick=quick, defaults=defaults)
+        check_writable(json_file)
     described = device.describe(torch.device("cpu"))
     what = Protocol(model, rows, tokens, chunk)
     found = []
-    with Progress(console, f"loading {model}") as progress:
+    with usage_errors(), Progress(console, f"loading {model}") as progress:
         loaded = models.load(model)
         ids = text.row_ids(loaded.tokenizer, rows, tokens)
         for is_shifted in offsets:
@@ -98,9 +77,8 @@ def run(
                 found.append(tables.result(comparison, what, time.perf_counter() - started_s))
     for result in found:
         table.show(console, result)
-    backends = sorted(
-        {str(row.cells["backend"]) for r in found for row in r.rows if row.cells.get("backend")}
-    )
+    found_rows = [row for result in found for row in result.rows]
+    backends = sorted({str(row.cells["backend"]) for row in found_rows if row.cells.get("backend")})
     console.print(header(described, ", ".join(backends) or "none"), highlight=False)
     console.print(table.summary(found), highlight=False, markup=False)
     if json_file is not None:
@@ -111,7 +89,8 @@ def run(
         )
         write_results(json_file, results.to_json(document, indent=2) + "\n")
         _draw(console, found, json_file.with_suffix(".png"))
-    return found
+    if not all(bound.holds for row in found_rows for bound in row.bounds):
+        raise typer.Exit(EXIT_WRONG)
 
 
 def _draw(console: Any, results: list[Any], path: Path) -> None:

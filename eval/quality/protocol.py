@@ -48,13 +48,7 @@ class Score:
     predicted: int = 0  # successors
 
     def add(self, logits: torch.Tensor, reference: torch.Tensor, successors: torch.Tensor) -> None:
-        """Count one chunk.
-
-        Args:
-            logits: `[rows, tokens, vocabulary]` of the scheme.
-            reference: the same in full precision.
-            successors: ids `[rows, up to tokens]` of the tokens that follow.
-        """
+        """Count one chunk: logits `[rows, tokens, vocabulary]`, the same in full precision, next ids."""
         self.divergence += float(kl_divergence(logits, reference).sum())
         self.agreed += int(top1_agreement(logits, reference).sum())
         self.tokens += logits.shape[0] * logits.shape[1]
@@ -134,7 +128,11 @@ def run(
             progress(1)
         for outcome, cache in runs:
             if outcome.problem is None:
-                _finish(model, outcome, cache, ids.shape[0])
+                outcome.storage = outcome.scheme.measure(cache, model, ids.shape[0])
+            if outcome.problem is None and outcome.scheme.attention == "paged":
+                stats = cache.stats()
+                outcome.backend = stats.backend
+                outcome.moved = {layer: stats.layer_dtypes[layer] for layer in stats.moved_layers}
         disable(model)
     return Comparison(reference_score, [outcome for outcome, _ in runs], key_offset)
 
@@ -166,14 +164,6 @@ def _step(
         outcome.problem = f"failed: {' '.join(str(error).split())[:160] or type(error).__name__}"
         return
     outcome.score.add(logits, reference, successors)
-
-
-def _finish(model: Any, outcome: Outcome, cache: Any, rows: int) -> None:
-    outcome.storage = outcome.scheme.measure(cache, model, rows)
-    if outcome.scheme.attention == "paged":
-        stats = cache.stats()
-        outcome.backend = stats.backend
-        outcome.moved = {layer: stats.layer_dtypes[layer] for layer in stats.moved_layers}
 
 
 def _logits(attention: str, model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:

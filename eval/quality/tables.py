@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from eval.core.table import Bound, Cell, Column, Result, Row, fixed, scientific
+from eval.core.table import Cell, Column, Result, Row, fixed, scientific
 from eval.data import text
 from eval.quality.protocol import OFFSET, Comparison, Outcome
 from eval.quality.requirements import Protocol, bounds
@@ -30,20 +30,16 @@ _NOTES = (
 
 def result(comparison: Comparison, protocol: Protocol, seconds: float) -> Result:
     """The table of one comparison."""
-    required = bounds(comparison, protocol)
-    name, title = ("offset", "the same with a key offset") if comparison.key_offset else ("quality", "")
     about = f"{protocol.model}, {protocol.rows} rows of {protocol.tokens} tokens, chunks of {protocol.chunk}"
-    return Result(
-        name,
-        title or about,
-        COLUMNS,
-        [_row(outcome, comparison, required.get(outcome.scheme.name, ())) for outcome in comparison.outcomes],
-        (*_NOTES, *_more_notes(comparison, protocol)),
-        seconds,
-    )
+    name, title = ("offset", "the same with a key offset") if comparison.key_offset else ("quality", about)
+    rows = [
+        Row(_cells(outcome, comparison), tuple(bounds(outcome, comparison, protocol)))
+        for outcome in comparison.outcomes
+    ]
+    return Result(name, title, COLUMNS, rows, (*_NOTES, *_more_notes(comparison)), seconds)
 
 
-def _more_notes(comparison: Comparison, protocol: Protocol) -> tuple[str, ...]:
+def _more_notes(comparison: Comparison) -> tuple[str, ...]:
     if comparison.key_offset:
         return (
             f"{OFFSET:g} is added to two channels of every key on its way into the cache: those of "
@@ -59,19 +55,16 @@ def _more_notes(comparison: Comparison, protocol: Protocol) -> tuple[str, ...]:
     )
     sizes = "block and group sizes are compared without the guard, so that all layers are alike"
     has_sizes = any(scheme.only_defaults for scheme in schemes)
-    return (
-        f"text: {text.ROWS_RULE.format(name=text.CATALOGUE.name)}",
-        *stock,
-        *([sizes] if has_sizes else []),
-    )
+    source = f"text: {text.ROWS_RULE.format(name=text.CATALOGUE.name)}"
+    return (source, *stock, *([sizes] if has_sizes else []))
 
 
-def _row(outcome: Outcome, comparison: Comparison, required: tuple[Bound, ...]) -> Row:
+def _cells(outcome: Outcome, comparison: Comparison) -> dict[str, Cell]:
     cells: dict[str, Cell] = {"scheme": outcome.scheme.name, "title": outcome.scheme.title}
     score, storage = outcome.score, outcome.storage
     if storage is None:
-        return Row({**cells, "note": outcome.problem})
-    cells |= {
+        return {**cells, "note": outcome.problem}
+    return cells | {
         "kl_nats": score.kl_nats,
         "top1_percent": score.top1_percent,
         "perplexity": score.perplexity,
@@ -82,7 +75,6 @@ def _row(outcome: Outcome, comparison: Comparison, required: tuple[Bound, ...]) 
         "backend": outcome.backend,
         "note": _moves(outcome.moved) or None,
     }
-    return Row(cells, required)
 
 
 def _moves(moved: dict[int, str]) -> str:

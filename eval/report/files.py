@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -75,7 +72,7 @@ def read(path: Path) -> Run:
         lines = answers.read_text(encoding="utf-8").split("\n") if answers.is_file() else []
         predictions = [json.loads(line) for line in lines if line]
         rows = {"rows": table["rows"]} if "rows" in table else {}
-        run: Run = _build(Run, {**fields, **rows, "predictions": predictions})
+        run: Run = results.build(Run, {**fields, **rows, "predictions": predictions})
     except OSError as error:
         raise UsageError(f"cannot read the results {file}: {error.strerror}") from error
     # Text that is no JSON is a ValueError; a field too few, too many or of another type one of these.
@@ -83,21 +80,3 @@ def read(path: Path) -> Run:
         reason = " ".join(str(error).split())
         raise UsageError(f"{file} holds no results of this version of `python -m eval`: {reason}") from error
     return run
-
-
-def _build(kind: Any, value: Any) -> Any:
-    """Return `value`, as JSON gives it, as the type `kind`: a dataclass, a container, or a plain one."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        unknown = sorted(value.keys() - hints.keys())
-        if unknown:
-            raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
-        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
-    if value is None:
-        return None
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is types.UnionType:
-        return _build(next(one for one in arguments if one is not types.NoneType), value)
-    if typing.get_origin(kind) in (tuple, list):
-        return typing.get_origin(kind)(_build(arguments[0], item) for item in value)
-    return float(value) if kind is float else value

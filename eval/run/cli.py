@@ -60,7 +60,11 @@ def run(
     }
     try:
         settings = _settings(config, given, resume)
-        failed = evaluate(settings)
+        # What follows takes seconds to import; a mistake in the settings is reported before that.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from eval.run.session import Session
+
+        failed = Session(settings).run()
     except UsageError as error:
         _tell(error)
         raise typer.Exit(EXIT_USAGE) from error
@@ -68,19 +72,6 @@ def run(
         raise typer.Exit(EXIT_INTERRUPTED) from stop
     if failed:
         raise typer.Exit(EXIT_FAILED)
-
-
-def evaluate(settings: Settings) -> bool:
-    """Run the evaluation, print the table, write the run folder; return whether a cache failed with an error.
-
-    Raises:
-        UsageError: when the model, the data or the device cannot be had.
-    """
-    # All that follows takes seconds to import; a mistake in the settings is reported before that.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from eval.run.session import Session
-
-    return Session(settings).run()
 
 
 def _settings(config: Path | None, given: dict[str, Any], resume: Path | None) -> Settings:

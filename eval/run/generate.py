@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,21 @@ def check_context(model: Any, needed_tokens: int, what: str, way_out: str) -> No
             f"{what} need {needed_tokens} tokens; the model's context is {limit}: choose a model with a "
             f"longer context, or {way_out}"
         )
+
+
+def contexts(
+    loaded: LoadedModel, asked: Sequence[int] | None, defaults: Sequence[int], room: int, what: str
+) -> Sequence[int]:
+    """Lengths to look at: those asked for, else the defaults that fit the model with `room` tokens more.
+
+    Raises:
+        UsageError: those asked for are too long.
+    """
+    if asked is not None:
+        check_context(loaded.model, max(asked) + room, what, "smaller --contexts")
+        return asked
+    limit = context_tokens(loaded.model) or max(defaults) + room
+    return [tokens for tokens in defaults if tokens + room <= limit] or [max(1, limit - room)]
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> set[int]:

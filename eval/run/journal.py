@@ -7,12 +7,14 @@ a last line that was cut off counts as nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from eval.core import results
 from eval.core.errors import UsageError
 from eval.run.settings import Settings, read_yaml
 from eval.tasks.base import Outcome
@@ -52,7 +54,7 @@ class Journal:
         Raises:
             UsageError: it cannot be written, as on a full disk.
         """
-        line = {"task": key[0], "unit": key[1], "cache": key[2], **outcome.to_dict()}
+        line = {"task": key[0], "unit": key[1], "cache": key[2], **dataclasses.asdict(outcome)}
         try:
             self._write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as error:
@@ -104,7 +106,8 @@ def _read(path: Path) -> Iterator[tuple[Key, Outcome]]:
             written: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError:
             continue  # nothing, or cut off when the run was interrupted
-        yield (written["task"], written["unit"], written["cache"]), Outcome.from_dict(written)
+        key = written.pop("task"), written.pop("unit"), written.pop("cache")
+        yield key, results.build(Outcome, written)
 
 
 def _end_last_line(path: Path) -> None:

@@ -11,13 +11,13 @@ import yaml
 from rich.console import Console
 from transformers import set_seed
 
-from eval import report
 from eval.caches import CACHES
 from eval.core import device, measure, models
 from eval.core.console import write_results
 from eval.core.errors import UsageError
 from eval.core.models import LoadedModel
 from eval.core.progress import Progress
+from eval.report import files, terminal
 from eval.run import runner, summary
 from eval.run.journal import CONFIG, Journal, check_continues
 from eval.run.processes import device_of, join
@@ -128,11 +128,11 @@ class Session:
             predictions=list(itertools.chain.from_iterable(predictions for _, predictions in found)),
             titles={name: CACHES[name].title for name in settings.caches},
         )
-        report.write(finished, self._folder)
+        files.write(finished, self._folder)
         return finished
 
     def _show(self, finished: Run) -> None:
-        self._console.print(report.table(finished.rows, self._console.width))
+        self._console.print(terminal.table(finished.rows, self._console.width))
         self._console.print(
             f"{finished.seconds:.0f} s; results.json, report.md and report.html are in {self._folder}",
             soft_wrap=True,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from eval.caches import CacheEntry
-from eval.core.measure import KvBytes, Measures
+from eval.core.measure import Measures
 from eval.core.models import LoadedModel
 from eval.core.statistics import Statistic
 from eval.run.settings import Settings
@@ -55,26 +55,6 @@ class Outcome:
     measures: Measures | None = None
     problem: str | None = None
     failed: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, written: dict[str, Any]) -> Outcome:
-        """The inverse of `to_dict`."""
-        measures = written["measures"]
-        return cls(
-            tuple(Answer(**{**a, "tokens": tuple(a["tokens"])}) for a in written["answers"]),
-            None if measures is None else _measures(measures),
-            written["problem"],
-            written["failed"],
-        )
-
-
-def _measures(written: dict[str, Any]) -> Measures:
-    lists = {name: tuple(written[name]) for name in ("prefill_ms", "step_ms")}
-    return Measures(**{**written, **lists, "kv": KvBytes(**written["kv"])})
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from eval.core.errors import UsageError
 from eval.core.models import LoadedModel
 from eval.data import text
 from eval.data.source import Source, chosen, read
-from eval.run.generate import check_context, context_tokens, generate, measured, prefill
+from eval.run.generate import contexts, generate, measured, prefill
 from eval.run.rows import HeatCell
 from eval.run.settings import Settings
 
@@ -80,21 +80,12 @@ class Retrieval(Task):
         lengths = _lengths(loaded, settings)
         wanted = -(-settings.limit // (len(lengths) * len(DEPTHS_PERCENT)))  # of a length and depth
         jobs = [
-            (length, turn)
+            (length, per_depth, f"{settings.seed} {length} {turn}")
             for length in lengths
-            for turn in range(-(-wanted // _questions_per_depth(length, wanted)))
+            for per_depth in [max(1, min(wanted, length // TOKENS_PER_QUESTION))]
+            for turn in range(-(-wanted // per_depth))
         ]
-        return [
-            _unit(
-                loaded,
-                entries,
-                index,
-                length,
-                _questions_per_depth(length, wanted),
-                seed=f"{settings.seed} {length} {turn}",
-            )
-            for index, (length, turn) in enumerate(jobs)
-        ]
+        return [_unit(loaded, entries, index, *job) for index, job in enumerate(jobs)]
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """Forward one catalogue and ask all questions about it."""
@@ -138,18 +129,10 @@ class _Entry:
 
 
 def _lengths(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
-    if settings.contexts is not None:
-        check_context(
-            loaded.model,
-            max(settings.contexts),
-            "the catalogues of the task 'retrieval'",
-            "smaller --contexts",
-        )
-        return settings.contexts
-    limit = context_tokens(loaded.model) or max(_DEFAULT_CONTEXTS)
-    fitting = [length for length in _DEFAULT_CONTEXTS if length <= limit]
-    # A question at each depth of each length: with a few samples there are the shorter lengths only.
-    return fitting[: -(-settings.limit // len(DEPTHS_PERCENT))] or [limit]
+    what = "the catalogues of the task 'retrieval'"
+    lengths = contexts(loaded, settings.contexts, _DEFAULT_CONTEXTS, 0, what)
+    # A question at each depth of each length: few samples are for the shorter of those that nobody asked for.
+    return lengths if settings.contexts else lengths[: -(-settings.limit // len(DEPTHS_PERCENT))]
 
 
 def _unit(
@@ -157,20 +140,20 @@ def _unit(
 ) -> Unit:
     rng = random.Random(seed)
     order = rng.sample(list(entries), len(entries))
-    chosen = list(_that_fit(loaded, order, length - _QUESTION_TOKENS))
-    if len(chosen) < len(DEPTHS_PERCENT):
+    fitting = list(_that_fit(loaded, order, length - _QUESTION_TOKENS))
+    if len(fitting) < len(DEPTHS_PERCENT):
         raise UsageError(
-            f"a catalogue of {length} tokens holds {len(chosen)} entries; the task 'retrieval' needs at "
+            f"a catalogue of {length} tokens holds {len(fitting)} entries; the task 'retrieval' needs at "
             f"least {len(DEPTHS_PERCENT)}: choose larger --contexts"
         )
     samples, questions = [], []
     for depth in DEPTHS_PERCENT:
-        for place in _places(depth, len(chosen), per_depth, rng):
-            entry = chosen[place]
+        for place in _places(depth, len(fitting), per_depth, rng):
+            entry = fitting[place]
             facts = {"length_tokens": float(length), "depth_percent": float(depth)}
             samples.append(Sample(entry.name, f"{entry.name}:", entry.answer, facts))
             questions.append(_question(loaded, entry))
-    ids = _ids(loaded, HEAD + "".join(entry.text for entry in chosen))
+    ids = _ids(loaded, HEAD + "".join(entry.text for entry in fitting))
     label = f"{length} tokens, catalogue {index + 1}"
     return Unit(index, label, tuple(samples), Catalogue(ids, tuple(questions)))
 
@@ -178,11 +161,6 @@ def _unit(
 def _question(loaded: LoadedModel, entry: _Entry) -> _Question:
     enough = _ids(loaded, f" {entry.answer}").shape[1] + 2
     return _Question(_ids(loaded, f"{entry.name}:"), enough)
-
-
-def _asked_tokens(loaded: LoadedModel, entry: _Entry) -> int:
-    question = _question(loaded, entry)
-    return question.ids.shape[1] + question.answer_tokens
 
 
 def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iterator[_Entry]:
@@ -193,17 +171,15 @@ def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iter
     room -= _ids(loaded, HEAD).shape[1]
     seen: set[str] = set()
     for entry in entries:
-        if seen & {entry.name, entry.answer} or _asked_tokens(loaded, entry) > _QUESTION_TOKENS:
+        question = _question(loaded, entry)
+        is_long = question.ids.shape[1] + question.answer_tokens > _QUESTION_TOKENS
+        if is_long or seen & {entry.name, entry.answer}:
             continue
         room -= _ids(loaded, entry.text).shape[1]
         if room < 0:
             return
         seen |= {entry.name, entry.answer}
         yield entry
-
-
-def _questions_per_depth(length: int, wanted: int) -> int:
-    return max(1, min(wanted, length // TOKENS_PER_QUESTION))
 
 
 def _places(depth_percent: int, entries: int, count: int, rng: random.Random) -> list[int]:

@@ -1,1 +1,8 @@
 """`PagedCache` and its layers: the contract with `transformers`, and what a user does beside `generate`."""
+
+from typing import TYPE_CHECKING
+
+from hf_paged_cache._moved import names_in
+
+if not TYPE_CHECKING:  # a type checker shall know what there is and what not
+    __getattr__ = names_in(__name__, "paged_cache", "PagedCache")

@@ -1,1 +1,1 @@
-"""Pictures and numbers of a cache: statistics, HTML for notebooks, plots."""
+"""Pictures and numbers of a cache: statistics, HTML for notebooks, figures."""

@@ -1,9 +1,11 @@
-"""How a notebook shows a cache: a map of its blocks, its bytes, what was shared. HTML without scripts."""
+"""HTML of a cache for notebooks, without scripts: a map of its blocks, its bytes, what was shared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from html import escape
+from itertools import groupby
 
 from hf_paged_cache.blocks import KINDS, BlockRun
 
@@ -16,43 +18,24 @@ _LONGEST_RUN = 12
 """Blocks alike that are drawn one by one in a pool that is too large for a cell each."""
 _ALWAYS_EXPLAINED = ("free", "open", "sealed", "shared", "cached")
 
-# Told apart by letter and by lightness, so that grey will do.
-_LETTERS = {"free": "·", "open": "o", "sealed": "s", "cached": "c", "pending": "p"}
-_LOOKS = {
-    "free": "background:#fff;color:#666;border-color:#bbb",
-    "open": "background:repeating-linear-gradient(135deg,#fff 0 3px,#bcd7e6 3px 5px);color:#000",
-    "sealed": "background:#a9c6d8;color:#000",
-    "shared": "background:#1d4e6b;color:#fff",
-    "cached": "background:#fff;color:#000;border-style:dashed",
-    "pending": "background:#e6e6e6;color:#000;border-style:dotted",
+_HATCHED = "repeating-linear-gradient(135deg,#fff 0 3px,#bcd7e6 3px 5px)"
+# Letter, style and meaning. Told apart by letter and by lightness, so that grey will do.
+_KINDS = {
+    "free": ("·", "background:#fff;color:#666;border-color:#bbb", "free"),
+    "open": ("o", f"background:{_HATCHED};color:#000", "open: being filled"),
+    "sealed": ("s", "background:#a9c6d8;color:#000", "sealed: filled and fixed"),
+    "shared": ("2", "background:#1d4e6b;color:#fff", "shared: the number is how many hold it"),
+    "cached": ("c", "background:#fff;color:#000;border-style:dashed", "cached: sealed, held by nobody"),
+    "pending": ("p", "background:#e6e6e6;color:#000;border-style:dotted", "pending: about to be free"),
 }
 _CELL = (
     "display:inline-block;min-width:14px;padding:0 1px;margin:1px;border:1px solid #333;"
     "box-sizing:content-box;text-align:center;font:10px/14px monospace;"
 )
-_MEANS = {
-    "free": "free",
-    "open": "open: being filled",
-    "sealed": "sealed: filled and fixed",
-    "shared": "shared: the number is how many hold it",
-    "cached": "cached: sealed, held by nobody",
-    "pending": "pending: about to be free",
-}
-_TABLE = "border-collapse:collapse;margin:4px 0"
-_NUMBER = "text-align:right;padding:1px 8px"
-_TEXT = "text-align:left;padding:1px 8px"
 
 
 def as_html(name: str, asked: str, num_layers: int, stats: CacheStats, footprint: MemoryFootprint) -> str:
-    """The HTML of a cache.
-
-    Args:
-        name: Of its class.
-        asked: Its `kv_cache_dtype`.
-        num_layers: Of the model, those without blocks included.
-        stats: Its counts.
-        footprint: Its bytes.
-    """
+    """The HTML of a cache, from the name of its class, its `kv_cache_dtype` and all layers of its model."""
     parts = [_head(name, asked, num_layers, stats)]
     if stats.groups:
         limit = max(_LEAST_CELLS, MOST_CELLS // len(stats.groups))
@@ -97,59 +80,49 @@ def _map(group: GroupStats, limit: int) -> str:
     title = (
         f"{_ranges('layer', group.layers)}, {kept}: {used:,} of {_count(group.num_blocks, 'block')} in use"
     )
-    cells, rest = _cells(group.runs, group.num_blocks, limit)
-    note = "" if not rest else _line(f"Not drawn: {_left_out(rest)}.")
-    drawn = "".join(_cell(run, is_one=is_one) for run, is_one in cells)
-    return f'{_line(title)}<div style="line-height:0">{drawn}</div>{note}'
+    cells, rest = _cells(group, limit)
+    note = ""
+    if rest:
+        counts = {kind: sum(run.num_blocks for run in rest if run.kind == kind) for kind in KINDS}
+        by_kind = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+        note = _line(f"Not drawn: the blocks from {rest[0].first:,} on ({by_kind}).")
+    return f'{_line(title)}<div style="line-height:0">{"".join(cells)}</div>{note}'
 
 
-def _cells(
-    runs: Iterable[BlockRun], num_blocks: int, limit: int
-) -> tuple[list[tuple[BlockRun, bool]], list[BlockRun]]:
-    """What to draw, as (run, whether it is one block), and what is left over."""
-    longest = limit if num_blocks <= limit else _LONGEST_RUN
-    cells: list[tuple[BlockRun, bool]] = []
-    rest: list[BlockRun] = []
-    for run in runs:
-        wanted = run.num_blocks if run.num_blocks <= longest else 1
-        if rest or len(cells) + wanted > limit:
-            rest.append(run)
-        elif run.num_blocks > longest:
-            cells.append((run, False))
+def _cells(group: GroupStats, limit: int) -> tuple[list[str], list[BlockRun]]:
+    """Cells of one block or of a long run, and what is left over."""
+    longest = limit if group.num_blocks <= limit else _LONGEST_RUN
+    cells: list[str] = []
+    for number, run in enumerate(group.runs):
+        is_whole = run.num_blocks > longest
+        if len(cells) + (1 if is_whole else run.num_blocks) > limit:
+            return cells, list(group.runs[number:])
+        if is_whole:
+            by = f" by {run.holders}" if run.kind == "shared" else ""
+            last = run.first + run.num_blocks - 1
+            cells.append(_cell(run, f"blocks {run.first}-{last}", f"{run.num_blocks:,} {run.kind}{by}"))
         else:
-            cells += [
-                (BlockRun(run.first + i, 1, run.state, run.holders), True) for i in range(run.num_blocks)
-            ]
-    return cells, rest
+            sign = str(run.holders) if run.kind == "shared" else _KINDS[run.kind][0]
+            cells += [_cell(run, f"block {run.first + i}", sign) for i in range(run.num_blocks)]
+    return cells, []
 
 
-def _cell(run: BlockRun, *, is_one: bool) -> str:
+def _cell(run: BlockRun, title: str, sign: str) -> str:
     is_shared = run.kind == "shared"
     what = f"{run.state.name.lower()}, held {run.holders} times" if is_shared else run.kind
-    if is_one:
-        title, sign = f"block {run.first}", str(run.holders) if is_shared else _LETTERS[run.kind]
-    else:
-        title, sign = f"blocks {run.first}-{run.first + run.num_blocks - 1}", f"{run.num_blocks:,} {run.kind}"
-        sign += f" by {run.holders}" if is_shared else ""
-    title += f": {what}"
-    return f'<span title="{escape(title)}" style="{_CELL}{_LOOKS[run.kind]}">{escape(sign)}</span>'
-
-
-def _left_out(rest: Sequence[BlockRun]) -> str:
-    counts = {kind: sum(run.num_blocks for run in rest if run.kind == kind) for kind in KINDS}
-    by_kind = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-    return f"the blocks from {rest[0].first:,} on ({by_kind})"
+    style = f"{_CELL}{_KINDS[run.kind][1]}"
+    return f'<span title="{escape(f"{title}: {what}")}" style="{style}">{escape(sign)}</span>'
 
 
 def _legend(stats: CacheStats) -> str:
-    totals = {kind: sum(group.blocks_by_kind[kind] for group in stats.groups) for kind in KINDS}
-    shown = [kind for kind in KINDS if totals[kind] or kind in _ALWAYS_EXPLAINED]
-    entries = (
-        f'<span style="white-space:nowrap;margin-right:14px">'
-        f'<span style="{_CELL}{_LOOKS[kind]}">{_LETTERS.get(kind, "2")}</span> '
-        f"{escape(_MEANS[kind])} ({totals[kind]:,})</span> "
-        for kind in shown
-    )
+    entries = []
+    for kind in KINDS:
+        total = sum(group.blocks_by_kind[kind] for group in stats.groups)
+        if total or kind in _ALWAYS_EXPLAINED:
+            letter, style, meaning = _KINDS[kind]
+            cell = f'<span style="{_CELL}{style}">{letter}</span>'
+            words = f"{cell} {escape(meaning)} ({total:,})"
+            entries.append(f'<span style="white-space:nowrap;margin-right:14px">{words}</span> ')
     return f'<div style="margin:4px 0">{"".join(entries)}</div>'
 
 
@@ -157,36 +130,39 @@ def _legend(stats: CacheStats) -> str:
 
 
 def _bytes(stats: CacheStats, footprint: MemoryFootprint) -> str:
-    rows = [
-        (f"K and V in {_dtype(name)}", count)
-        for name, count in sorted(stats.bytes_by_format.items())
-        if count or name == "auto"
-    ]
-    if len(rows) > 1:
-        rows.append(("K and V in use", footprint.used_bytes))
-    rows.append(("set aside for K and V", footprint.pool_bytes))
+    by_format = sorted(stats.bytes_by_format.items())
+    amounts = [(f"K and V in {_dtype(name)}", n) for name, n in by_format if n or name == "auto"]
+    if len(amounts) > 1:
+        amounts.append(("K and V in use", footprint.used_bytes))
+    amounts.append(("set aside for K and V", footprint.pool_bytes))
     if footprint.host_bytes:
-        rows.append(("states of layers without blocks", footprint.host_bytes))
-    return _table((label, f"{count:,} bytes", f"{count / 2**20:,.2f} MiB") for label, count in rows)
+        amounts.append(("states of layers without blocks", footprint.host_bytes))
+    number = '<td style="text-align:right;padding:1px 8px">'
+    lines = (
+        f'<tr><td style="text-align:left;padding:1px 8px">{escape(label)}</td>'
+        f"{number}{count:,} bytes</td>{number}{count / 2**20:,.2f} MiB</td></tr>"
+        for label, count in amounts
+    )
+    return f'<table style="border-collapse:collapse;margin:4px 0">{"".join(lines)}</table>'
 
 
 def _formats(stats: CacheStats) -> str:
-    layers: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = defaultdict(list)
     for index, name in stats.layer_dtypes.items():
-        layers.setdefault(name, []).append(index)
-    said = [f"{_ranges('layer', found)}: {_dtype(name)}" for name, found in sorted(layers.items())]
-    moves: dict[tuple[str, str], list[int]] = {}
+        layers[name].append(index)
+    stored = [f"{_ranges('layer', found)}: {_dtype(name)}" for name, found in sorted(layers.items())]
+    moves: dict[str, list[int]] = defaultdict(list)
     for index, name in stats.moved_layers.items():
-        moves.setdefault((name, stats.layer_dtypes[index]), []).append(index)
-    guarded = [f"{_ranges('layer', found)} from {a} to {b}" for (a, b), found in moves.items()]
-    return _line(f"Stored: {'; '.join(said) or 'no layer has K and V in blocks'}.") + (
+        moves[f"from {name} to {stats.layer_dtypes[index]}"].append(index)
+    guarded = [f"{_ranges('layer', found)} {move}" for move, found in moves.items()]
+    return _line(f"Stored: {'; '.join(stored) or 'no layer has K and V in blocks'}.") + (
         _line(f"Moved by the guard: {'; '.join(guarded)}.") if guarded else ""
     )
 
 
 def _reuse(stats: CacheStats) -> str:
     counters = stats.counters
-    said = [
+    facts = [
         f"blocks taken {counters.taken:,}",
         f"given back {counters.given_back:,}",
         f"shared instead of copied {counters.shared:,}",
@@ -195,17 +171,7 @@ def _reuse(stats: CacheStats) -> str:
         *([f"evicted {counters.evicted:,}"] if counters.evicted else []),
         f"equal prompt rows {stats.equal_rows:,}",
     ]
-    return _line(f"So far: {' · '.join(said)}.")
-
-
-def _table(rows: Iterable[tuple[str, str, str]]) -> str:
-    lines = (
-        f'<tr><td style="{_TEXT}">{escape(label)}</td>'
-        + "".join(f'<td style="{_NUMBER}">{escape(value)}</td>' for value in values)
-        + "</tr>"
-        for label, *values in rows
-    )
-    return f'<table style="{_TABLE}">{"".join(lines)}</table>'
+    return _line(f"So far: {' · '.join(facts)}.")
 
 
 def _dtype(name: str) -> str:
@@ -216,16 +182,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _ranges(noun: str, numbers: Sequence[int]) -> str:
+def _ranges(noun: str, numbers: Iterable[int]) -> str:
     """`layers 0-3, 7`."""
-    spans = [str(a) if a == b else f"{a}-{b}" for a, b in _spans(sorted(numbers))]
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(spans)}"
-
-
-def _spans(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and last of every run of successive numbers."""
-    start = 0
-    for place, number in enumerate(numbers):
-        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
-            yield numbers[start], number
-            start = place + 1
+    found = sorted(numbers)
+    runs = (
+        [number for _, number in run]
+        for _, run in groupby(enumerate(found), key=lambda item: item[1] - item[0])  # alike in a run
+    )
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{noun}{'' if len(found) == 1 else 's'} {', '.join(spans)}"

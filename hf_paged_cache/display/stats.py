@@ -1,18 +1,29 @@
-"""What a cache says of itself: counts and exact bytes."""
+"""Values that a cache gives of itself, counts and exact bytes, and their picture."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_paged_cache.blocks import KINDS, BlockCounters, BlockRun
 
-from . import plots
+from .figures import byte_unit, new_figure, written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_SIZE_INCHES = (10.0, 3.2)
+_ROOM_FOR_NUMBERS = 1.25
+# Of layer groups: told apart by pattern and by lightness, so that grey will do.
+_LOOKS = (
+    {"facecolor": "#1d4e6b", "hatch": ""},
+    {"facecolor": "#c9dbe6", "hatch": "///"},
+    {"facecolor": "#6fa3bf", "hatch": "..."},
+    {"facecolor": "#ffffff", "hatch": "xxx"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +140,53 @@ class CacheStats:
         Raises:
             PagedCacheError: matplotlib is not installed.
         """
-        return plots.draw_stats(self, path)
+        figure = new_figure(*_SIZE_INCHES, instead="`cache.stats()` itself")
+        blocks, sizes = figure.subplots(1, 2)
+        _draw_blocks(blocks, self)
+        _draw_bytes(sizes, self.bytes_by_format)
+        rows = f"{self.batch} row{'s' * (self.batch != 1)} x {self.tokens} tokens"
+        figure.suptitle(f"{rows}, blocks of {self.block_sizes} tokens", fontsize="medium")
+        return written(figure, path)
+
+
+def _draw_blocks(axes: Any, stats: CacheStats) -> None:
+    counts = [group.blocks_by_kind for group in stats.groups]
+    seldom = [kind for kind in ("cached", "pending") if any(each[kind] for each in counts)]
+    kinds = ["open", "sealed", "shared", *seldom]
+    for number, (group, each) in enumerate(zip(stats.groups, counts, strict=True)):
+        kept = "all tokens" if group.window is None else f"window of {group.window}"
+        label = f"{len(group.layers)} layer{'s' * (len(group.layers) != 1)}, {kept}"
+        _draw_bars(axes, [each[kind] for kind in kinds], "{:,}", number, len(counts), label=label)
+    free = sum(each["free"] for each in counts)
+    axes.set(xlabel="blocks", title=f"blocks in use; {free:,} of {stats.num_blocks:,} are free")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _finish(axes, kinds, max((each[kind] for each in counts for kind in kinds), default=0))
+    if len(counts) > 1:
+        axes.legend(fontsize="small", loc="best")
+
+
+def _draw_bytes(axes: Any, bytes_by_format: dict[str, int]) -> None:
+    by_format = dict(sorted(bytes_by_format.items())) or {"auto": 0}
+    unit, size = byte_unit(max(by_format.values()))
+    values = [count / size for count in by_format.values()]
+    _draw_bars(axes, values, "{:,.1f}")
+    axes.set(xlabel=f"K and V in blocks ({unit})", title=f"bytes by format; {sum(values):,.1f} {unit} in all")
+    _finish(axes, ["model's dtype" if name == "auto" else name for name in by_format], max(values))
+
+
+def _draw_bars(
+    axes: Any, values: Sequence[float], template: str, number: int = 0, groups: int = 1, label: str = ""
+) -> None:
+    """One bar of every entry of the axis, beside those of other groups."""
+    height = 0.8 / groups
+    centres = [entry - 0.4 + height * (number + 0.5) for entry in range(len(values))]
+    bars = axes.barh(centres, values, height, edgecolor="black", label=label, **_LOOKS[number % len(_LOOKS)])
+    axes.bar_label(bars, labels=[template.format(value) for value in values], padding=3, fontsize="small")
+
+
+def _finish(axes: Any, names: Sequence[str], largest: float) -> None:
+    axes.set_xlim(0, _ROOM_FOR_NUMBERS * (largest or 1))
+    axes.set_yticks(range(len(names)), names)
+    around = 1.0 if len(names) == 1 else 0.6  # so that a single bar is no wall
+    axes.set_ylim(len(names) - 1 + around, -around)
+    axes.spines[["top", "right"]].set_visible(False)

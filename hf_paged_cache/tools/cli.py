@@ -43,21 +43,29 @@ def plan(
 
     The exit code is 2 if something is wrong with the request, or if nothing fits.
     """
+    from .planner import plan_memory
+
     try:
         if context is None:
             raise PagedCacheError("--context is missing: the tokens of every request, prompt and answer")
-        found = _plan(
-            model,
-            context=_count("--context", context),
-            batch=_count("--batch", batch),
-            block_size=_count("--block-size", block_size),
-            kv_cache_dtype=kv_cache_dtype,
-            memory=_amount(memory),
-            weights=_amount(weights),
-            dtype=dtype,
-        )
+        named = (("context", context), ("batch", batch), ("block_size", block_size))
+        counts: dict[str, Any] = {name: _count(name, text) for name, text in named}
+        config = _config_of(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)
+            found = plan_memory(
+                config,
+                **counts,
+                kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]  # refused where it is none
+                memory=_amount(memory),
+                weights=_amount(weights),
+                dtype=dtype,
+            )
     except PagedCacheError as error:
-        raise _refused(str(error)) from error
+        raise _refused(error) from error
+    for warning in caught:
+        typer.echo(f"warning: {_one_line(warning.message)}", err=True)
     typer.echo(found.to_json() if as_json else str(found))
     if found.memory_bytes is not None and not any(one.fits for one in found.formats):
         raise _refused(found.verdict())
@@ -79,20 +87,6 @@ def main() -> None:
     sys.exit(app())
 
 
-def _plan(model: str, **arguments: Any) -> Any:
-    """The plan; what it warns of goes to stderr."""
-    from .planner import plan_memory
-
-    config = _config_of(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", UserWarning)
-        found = plan_memory(config, **arguments)
-    for warning in caught:
-        typer.echo(f"warning: {_one_line(warning.message)}", err=True)
-    return found
-
-
 def _config_of(model: str) -> PreTrainedConfig:
     """The config of a hub id, a folder or a file."""
     import transformers
@@ -109,8 +103,7 @@ def _config_of(model: str) -> PreTrainedConfig:
         values = json.loads(Path(model).read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("model_type") not in CONFIG_MAPPING:
             raise ValueError("it is no config of a model type that transformers knows")
-        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-        return config
+        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
     except Exception as error:  # whatever the hub, the disk or the config may raise
         raise PagedCacheError(
             f"no config of {model!r}: {_one_line(error)} Expected a hub id (with a network, or in the local "
@@ -118,10 +111,11 @@ def _config_of(model: str) -> PreTrainedConfig:
         ) from error
 
 
-def _count(option: str, text: str) -> int:
+def _count(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError as error:
+        option = f"--{name.replace('_', '-')}"
         raise PagedCacheError(f"{option} must be a whole number, got {text!r}") from error
 
 

@@ -28,6 +28,7 @@ from tests.support.models import by_name, cache_kwarg, host_cache, paged_cache
 
 pytest.importorskip("triton")
 
+from hf_paged_cache.kernels.call import LayerBlocks
 from hf_paged_cache.kernels.triton import launch
 
 
@@ -121,9 +122,9 @@ def test_inductor_writes_to_the_pools_in_place(monkeypatch: pytest.MonkeyPatch) 
     cache, written = static_cache(model), set()
     write = launch.write
 
-    def recorded(keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> None:
-        written.update(pool.untyped_storage().data_ptr() for pool in (keys, values))
-        write(keys, values, *args, **options)
+    def recorded(blocks: LayerBlocks, *args: Any, **options: Any) -> None:
+        written.update(pool.untyped_storage().data_ptr() for pool in (blocks.keys, blocks.values))
+        write(blocks, *args, **options)
 
     monkeypatch.setattr(launch, "write", recorded)
     config = compile_config()

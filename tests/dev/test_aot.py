@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,10 +18,9 @@ from dev.aot import cli
 from dev.aot.binary import Binary
 from dev.aot.payload import payload_lines, payload_places
 from dev.aot.read import BULK_BITS, Moves, Usage, read_amd, read_amd_usage, read_sass, read_usage
-from dev.aot.table import render, summary
+from dev.aot.table import faults, render, summary
 from dev.aot.targets import TARGETS
 from dev.aot.variants import all_variants
-from dev.aot.verdict import faults
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -34,24 +34,24 @@ Resource usage:
 
 # As nvdisasm prints it: the innermost source line first, then where that was inlined.
 SASS = """
-	//## File "/x/gpu/formats.py", line 21 inlined at "/x/gpu/attend.py", line 178
-	//## File "/x/gpu/attend.py", line 178
+	//## File "/x/triton/decoders.py", line 21 inlined at "/x/triton/attend.py", line 178
+	//## File "/x/triton/attend.py", line 178
         /*0f80*/                   LDGSTS.E.BYPASS.128 [R37+0x800], desc[UR20][R30.64], P1 ;
         /*0f90*/              @!P0 LDG.E.U16 R8, desc[UR20][R30.64] ;
         /*0fa0*/              @!UP0 UIADD3 UR14, UR24, 0x1, URZ ;
-	//## File "/x/gpu/attend.py", line 167
+	//## File "/x/triton/attend.py", line 167
         /*1f20*/               @P0 LDG.E R32, desc[UR20][R32.64] ;
         /*1f30*/                   LDGDEPBAR ;
-	//## File "/x/gpu/formats.py", line 21 inlined at "/x/gpu/attend.py", line 210
-	//## File "/x/gpu/attend.py", line 210
+	//## File "/x/triton/decoders.py", line 21 inlined at "/x/triton/attend.py", line 210
+	//## File "/x/triton/attend.py", line 210
         /*1f40*/                   LDG.E.128.CONSTANT R4, [R2.64] ;
         /*1f50*/                   UTMALDG.4D [UR8], [UR4] ;
-	//## File "/x/gpu/move.py", line 69
+	//## File "/x/triton/move.py", line 69
         /*1f60*/                   STG.E.64 desc[UR4][R2.64], R4 ;
 """
 
 AMD = """
-	.loc	3 21 12                         ; formats.py:21:12 @[ attend.py:178:16 ]
+	.loc	3 21 12                         ; decoders.py:21:12 @[ attend.py:178:16 ]
 	buffer_load_dwordx4 v[20:23], v19, s[48:51], 0 offen
 	buffer_load_dword v1, s[8:11], 0 offen lds
 	global_load_ushort v12, v[8:9], off
@@ -67,7 +67,7 @@ AMD = """
     .vgpr_spill_count: {spilled}
 """
 
-PAYLOAD = frozenset({("formats.py", 21), ("move.py", 69)})
+PAYLOAD = frozenset({("decoders.py", 21), ("move.py", 69)})
 
 FINE = Binary(
     variant="decode",
@@ -123,12 +123,12 @@ def test_amd_assembly_without_metadata_is_refused() -> None:
 
 
 def test_payload_is_found_by_the_names_of_pointers() -> None:
-    source = "tl.load(\n    keys_ptr + x\n)\ntl.load(scales_ptr + x)\ntl.store(pool_ptr, x)\nf(keys_ptr)\n"
+    source = "tl.load(\n    codes_ptr + x\n)\ntl.load(scales_ptr + x)\ntl.store(pool_ptr, x)\nf(codes_ptr)\n"
     assert payload_lines(source, "a.py") == {("a.py", 1), ("a.py", 2), ("a.py", 3), ("a.py", 5)}
 
 
 def test_kernels_move_keys_and_values_in_known_files_only() -> None:
-    assert {name for name, _ in payload_places()} == {"formats.py", "move.py", "move_records.py"}
+    assert {name for name, _ in payload_places()} == {"decoders.py", "move.py"}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_kernels_move_keys_and_values_in_known_files_only() -> None:
         ({"moves": Moves(), "kernel": "merge_kernel"}, None),
     ],
 )
-def test_verdict(changed: dict[str, object], fault: str | None) -> None:
+def test_faults(changed: dict[str, object], fault: str | None) -> None:
     found = faults(replace(FINE, **changed))  # type: ignore[arg-type]
     assert len(found) == (fault is not None)
     assert fault is None or fault in found[0]
@@ -220,7 +220,7 @@ def test_json_keeps_counts_by_width() -> None:
 def test_exit_code(
     result: Binary | str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "compile_apart", lambda variant, target: result)
+    monkeypatch.setattr(cli, "compile_isolated", lambda variant, target: result)
     monkeypatch.setattr(cli, "find_spec", lambda name: object())
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert cli.main(["--variants", "decode", "--targets", "sm_86", "--jobs", "1"]) == code
@@ -249,15 +249,21 @@ def _without_interpreter(*command: str) -> subprocess.CompletedProcess[str]:
 
 CAPTURE = """
 import json
-from hf_paged_cache.kernels.aot.capture import KERNELS, specialise
-from hf_paged_cache.kernels.aot.targets import TARGETS
-from hf_paged_cache.kernels.aot.variants import all_variants
+from dataclasses import asdict, is_dataclass
+from dev.aot.capture import KERNELS, specialise
+from dev.aot.targets import TARGETS
+from dev.aot.variants import all_variants
 found = {}
 for variant in all_variants().values():
     special = specialise(variant, TARGETS["sm_90"])
     named = special.named_constants()
     plain = {name: value for name, value in named.items() if isinstance(value, (bool, int, float, str))}
     plain |= {name: value.fn.__name__ for name, value in named.items() if hasattr(value, "fn")}
+    plain |= {
+        f"{name}.{key}": value if isinstance(value, (bool, int, float)) else str(value)
+        for name, values in named.items() if is_dataclass(values)
+        for key, value in asdict(values).items()
+    }
     types = {name: kind for name, kind in special.signature.items() if kind != "constexpr"}
     found[variant.name] = {"kernel": variant.kernel, "constants": plain, "types": types}
 print(json.dumps([sorted(KERNELS), found]))
@@ -268,53 +274,51 @@ print(json.dumps([sorted(KERNELS), found]))
 def test_variants_cover_every_kernel_and_every_flag() -> None:
     done = _without_interpreter("-c", CAPTURE)
     assert done.returncode == 0, done.stderr
-    from hf_paged_cache.kernels.triton import encode, formats
+    from hf_paged_cache.kernels.triton import decoders, encoders
 
     kernels, found = json.loads(done.stdout)
     assert {row["kernel"] for row in found.values()} == set(kernels)
     assert set(found) == set(all_variants())
 
-    rows = [row for row in found.values() if row["kernel"] == "attend_kernel"]
+    attending = [row for row in found.values() if row["kernel"] == "attend_kernel"]
+    rows = [row for row in attending if row["constants"]["SCORE"] == "score_plain"]
 
     def values(name: str) -> set[object]:
         return {row["constants"][name] for row in rows}
 
-    for flag in ("COLUMNS", "SPLIT", "CAUSAL", "WINDOW", "SOFTCAP", "SINKS", "MASK_ROWS"):
-        assert values(flag) == {False, True}, flag
-    assert values("MASK") == {0, 1, 2}
-    assert {(row["constants"]["MASK"], row["constants"]["MASK_ROWS"]) for row in rows} >= {
-        (1, False),
-        (1, True),
-    }
+    for rule in ("causal", "window", "softcap", "sinks", "mask_rows"):
+        assert values(f"RULES.{rule}") == {False, True}, rule
+    assert values("COLUMNS") == values("SPLIT") == {False, True}
+    assert values("RULES.mask") == {0, 1, 2}
+    masks = {(row["constants"]["RULES.mask"], row["constants"]["RULES.mask_rows"]) for row in rows}
+    assert masks >= {(1, False), (1, True)}
     assert values("M") == {16, 32, 64}
-    assert values("HEAD_DIM") >= {64, 80, 96, 97, 128, 192, 256}
+    assert values("K.dim") >= {64, 80, 96, 97, 128, 192, 256}
     assert values("GROUP") >= {1, 4, 8}
-    assert values("BLOCK_SIZE") == {16, 64, 1 << 30}
-    assert values("PRECISION") == {"ieee", "tf32x3"}
-    assert any(row["constants"]["HEAD_DIM"] != row["constants"]["V_HEAD_DIM"] for row in rows)
+    assert values("K.block_size") == {16, 64, 1 << 30}
+    assert values("K.precision") == {"ieee", "tf32x3"}
+    assert any(row["constants"]["K.dim"] != row["constants"]["V.dim"] for row in rows)
     assert {row["types"]["keys_ptr"] for row in rows} == {"*bf16", "*fp16", "*fp32"}
-    assert {row["types"]["k_stride_block"] for row in rows} == {"i32", "i64"}
+    assert {row["types"]["k_strides"][0] for row in rows} == {"i32", "i64"}
 
-    of_records = [row["constants"] for row in found.values() if row["kernel"] == "attend_records_kernel"]
-    assert {row["SCORE"] for row in of_records} == {
-        name for name in vars(formats) if name.startswith("score_")
-    }
-    assert {row["ADD"] for row in of_records} == {name for name in vars(formats) if name.startswith("add_")}
-    assert {row["HEAD_DIM"] for row in of_records} == {64, 80, 97, 128, 256}
+    assert {row["constants"]["SCORE"] for row in attending} == _names(decoders, "score_")
+    assert {row["constants"]["ADD"] for row in attending} == _names(decoders, "add_")
+    of_records = [row["constants"] for row in attending if row not in rows]
+    assert {row["K.dim"] for row in of_records} == {64, 80, 97, 128, 256}
     assert {row["SPLIT"] for row in of_records} == {False, True}
-    stores = {
-        name
-        for row in found.values()
-        for name in (row["constants"].get("STORE_KEYS"), row["constants"].get("STORE_VALUES"))
-    }
-    assert stores - {None} == {name for name in vars(encode) if name.startswith("store_")}
+    stores = {row["constants"].get(name) for row in found.values() for name in ("STORE_KEYS", "STORE_VALUES")}
+    assert stores - {None} == _names(encoders, "store_")
+
+
+def _names(module: ModuleType, prefix: str) -> set[str]:
+    return {name for name in vars(module) if name.startswith(prefix)}
 
 
 def test_what_costs_much_to_compile_is_left_out_for_architectures_like_others() -> None:
     rows = all_variants().values()
     assert all(row.is_for("sm_86") and row.is_for("sm_90") and row.is_for("gfx942") for row in rows)
     assert {row.is_for("sm_80") for row in rows} == {False, True}
-    assert all(row.is_for("sm_80") for row in rows if not row.of_records)
+    assert all(row.is_for("sm_80") for row in rows if not row.is_quantized)
 
 
 @needs_triton

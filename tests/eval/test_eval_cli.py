@@ -1,21 +1,24 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from eval import caches, plots, tasks
+from eval import caches, cli, plots, tasks
 from eval.caches import CacheEntry, CacheUnavailable, tensor_bytes
 from eval.cli import app, main
-from eval.core import models, statistics
+from eval.core import models, progress, statistics
 from eval.data import source, text
 from eval.run.lookups import DEFAULT_CACHE
 from eval.tasks.texts import TextTask
@@ -124,6 +127,40 @@ def test_data_that_do_not_fit_are_one_line_and_leave_no_run_behind(
     folder = tmp_path / "run"
     _refused(_invoke(_small(saved_model, folder, more.format(data=data))), message.format(data=data))
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_a_help_and_none_imports_torch_for_it(command: str) -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from eval.cli import app; "
+        f"done = CliRunner().invoke(app, ['{command}', '--help']); "
+        "assert done.exit_code == 0, done.output; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
+
+
+def test_an_old_spelling_says_the_new_one_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["eval.quality", "--only", "int5"])
+    with pytest.raises(SystemExit) as left:
+        main("quality")
+    assert left.value.code == 2
+    said, error, *more = capsys.readouterr().err.splitlines()
+    assert said == "DeprecationWarning: this is `python -m eval quality` now"
+    assert error.startswith("error: unknown scheme 'int5'")
+    assert more == []
+
+
+def test_where_there_is_no_terminal_a_line_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    with progress.Progress(console, "loading") as shown:
+        shown.update("first", 2, total=7)
+        time.sleep(0.2)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0].split() == ["0", "s", "loading"]
+    assert lines[-1].split() == ["0", "s", "2/7", "first"]
 
 
 @pytest.mark.usefixtures("_no_pictures")

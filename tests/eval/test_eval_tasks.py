@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval.caches import CACHES, CacheUnavailable, Demand, restore_attention, stock, tensor_bytes
+from eval.core import results
 from eval.core.errors import UsageError
 from eval.core.models import LoadedModel
 from eval.core.statistics import kl_divergence
@@ -114,7 +115,7 @@ def test_what_was_written_down_reads_back(task: str, loaded: LoadedModel) -> Non
     units = TASKS[task].units(loaded, _settings(task))[:1]
     for cache in ("dynamic", "paged-int8"):
         (outcome,) = _outcomes(loaded, task, cache, units)
-        assert Outcome.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome
+        assert results.build(Outcome, json.loads(json.dumps(dataclasses.asdict(outcome)))) == outcome
 
 
 # texts

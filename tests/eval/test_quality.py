@@ -1,4 +1,4 @@
-"""Scores, schemes, bytes and the run of `python -m eval.quality`, on a tiny model with random weights."""
+"""Scores, schemes, bytes and the run of `python -m eval quality`, on a tiny model with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts, tables, pictures and exit codes of `python -m eval.quality`."""
+"""Verdicts, tables, pictures and exit codes of `python -m eval quality`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,13 @@ def comparison(*outcomes: Outcome, key_offset: bool = False) -> Comparison:
 
 
 def verdicts(compared: Comparison) -> dict[str, list[tuple[str, bool]]]:
-    found = requirements.bounds(compared, REQUIRED)
-    return {name: [(bound.what, bound.holds) for bound in bounds] for name, bounds in found.items() if bounds}
+    found = {
+        outcome.scheme.name: [
+            (bound.what, bound.holds) for bound in requirements.bounds(outcome, compared, REQUIRED)
+        ]
+        for outcome in compared.outcomes
+    }
+    return {name: bounds for name, bounds in found.items() if bounds}
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------
@@ -87,7 +92,8 @@ def test_with_the_offset_perplexity_is_judged_in_both_directions_and_full_precis
     [Protocol("smollm2", 1, 1024, 16), Protocol("smollm2", 2, 512, 16), Protocol("gpt2", 2, 1024, 16)],
 )
 def test_of_another_run_nothing_is_required(other: Protocol) -> None:
-    assert requirements.bounds(comparison(outcome("int8", 1.0)), other) == {}
+    compared = comparison(outcome("int8", 1.0))
+    assert [*requirements.bounds(compared.outcomes[0], compared, other)] == []
 
 
 # --- tables and pictures ------------------------------------------------------------------------------------

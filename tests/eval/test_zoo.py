@@ -1,4 +1,4 @@
-"""`python -m eval.zoo` sees caches that lose tokens, crashes and hangs, and who reads what."""
+"""`python -m eval zoo` sees caches that lose tokens, crashes and hangs, and who reads what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table, the files and the exit codes of `python -m eval.zoo`."""
+"""The table, the files and the exit codes of `python -m eval zoo`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.kernels.prefills import PREFILLS, Prefill, prefill_answer
 
 pytest.importorskip("triton")
 
-from hf_paged_cache.kernels.triton import launch, tiles
+from hf_paged_cache.kernels.triton import launch, tiles, variants
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,10 +99,10 @@ def test_decode_in_three_splits_is_the_same(case: Case, monkeypatch: pytest.Monk
 def test_split_of_few_tokens_each_is_the_same(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
     monkeypatch.setattr(tiles, "_SPLIT_TOKENS", 16)
-    launch.attend_constants.cache_clear()
+    variants.attend_constants.cache_clear()
     problem = build(Case("splits", end=500, group=3, window=300, sinks=True))
     assert_answers(problem, *answer(problem))
-    launch.attend_constants.cache_clear()
+    variants.attend_constants.cache_clear()
 
 
 LENGTHS = (1, 63, 64, 65, 500)
@@ -161,19 +161,18 @@ def test_rows_of_different_lengths_are_each_a_dense_softmax_whatever_lies_in_unu
         wants.append(
             dense_answer(query[row : row + 1], *dense, shown, zero, r.head_dim**-0.5, r.softcap, sinks)[0]
         )
-    out, _ = launch.attend(
+    a = Attention(
         query.to(DEVICE),
-        keys.to(DEVICE),
-        values.to(DEVICE),
-        table.to(DEVICE),
-        torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE),
-        tokens=max(LENGTHS),
-        scale=r.head_dim**-0.5,
+        0,
+        max(LENGTHS),
+        r.head_dim**-0.5,
         causal=True,
         window=r.window,
         softcap=r.softcap,
         sinks=None if sinks is None else sinks.to(DEVICE),
     )
+    blocks = LayerBlocks(keys.to(DEVICE), values.to(DEVICE), table.to(DEVICE))
+    out, _ = launch.attend(blocks, a, torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE))
     for row, want in enumerate(wants):
         assert rms_ratio(out[row].cpu(), want[0]) <= TOLERANCE[r.dtype], f"row {row}, {LENGTHS[row]} tokens"
 
@@ -219,7 +218,7 @@ def test_write_at_the_end_of_rows_of_different_lengths_drops_what_the_table_does
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([17, 33], dtype=torch.int32, device=DEVICE)
     new = torch.arange(1.0, 5.0, device=DEVICE).view(2, 1, 2, 1).expand(2, 1, 2, 8).contiguous()
-    launch.write(keys, values, table, lengths, new, new)
+    launch.write(LayerBlocks(keys, values, table), lengths, new, new)
     got = {(b, s): float(keys[b, 0, s, 0]) for b in range(4) for s in range(16) if keys[b, 0, s, 0] != 0}
     #       row 0: tokens 15, 16        row 1: token 31; token 32 lies beyond its two blocks
     assert got == {(0, 15): 1.0, (1, 0): 2.0, (3, 15): 3.0}

@@ -22,7 +22,7 @@ from tests.kernels.quantized import FORMAT_NAMES, TOLERANCE, Dense, build_quanti
 
 pytest.importorskip("triton")
 
-from hf_paged_cache.kernels.triton import launch, records
+from hf_paged_cache.kernels.triton import launch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,7 +105,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dense", ["none", "edges"])
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_decode_in_three_splits_is_the_same(name: str, dense: Dense, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "choose_splits", lambda *_: 3)
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: 3)
     case = Case("splits", batch=1, kv_heads=1, group=3, end=600, head_dim=80, sinks=True, softcap=3.0)
     check(build_quantized(case, form_of(name, case), dense=dense))
 
@@ -326,14 +326,14 @@ class Launches:
         return lambda *args, **kwargs: None
 
 
-KERNELS = ("write_records_kernel", "encode_records_kernel", "attend_records_kernel", "merge_records_kernel")
+KERNELS = ("write_kernel", "encode_kernel", "attend_kernel", "merge_kernel")
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
-    kernels = {name: Launches() for name in (*KERNELS, "attend_kernel")}
+    kernels = {name: Launches() for name in KERNELS}
     for name, kernel in kernels.items():
-        monkeypatch.setattr(launch if name == "attend_kernel" else records, name, kernel)
+        monkeypatch.setattr(launch, name, kernel)
     return kernels
 
 
@@ -342,22 +342,22 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
 def test_a_step_over_records_alone_launches_write_attend_and_where_rows_are_split_merge(
     name: str, splits: int, merges: int, launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
     form = form_of(name, Case("step", block_size=16))
     blocks = empty_blocks(form, [[4, 7], [2, 1]])
     step(blocks, 31)
-    assert [len(kernel.grids) for kernel in launches.values()] == [1, 0, 1, merges, 0]
+    assert [len(kernel.grids) for kernel in launches.values()] == [1, 0, 1, merges]
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_step_with_dense_blocks_launches_attention_for_each_kind_and_a_merge(
     splits: int, launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
     form = form_of("int4", Case("step", block_size=16))
     blocks = empty_blocks(form, [[dense_entry(0), 7, dense_entry(1)], [dense_entry(2), 1, dense_entry(2)]])
     step(blocks, 40)
-    assert [len(kernel.grids) for kernel in launches.values()] == [1, 0, 1, 1, 1]
+    assert [len(kernel.grids) for kernel in launches.values()] == [1, 0, 2, 1]
 
 
 def test_sealing_launches_once_for_all_layers(launches: dict[str, Launches]) -> None:
@@ -365,7 +365,7 @@ def test_sealing_launches_once_for_all_layers(launches: dict[str, Launches]) -> 
     stored = torch.zeros(5, 3, 2, form.nbytes, dtype=torch.uint8, device=DEVICE)
     pool = torch.zeros(4, 3, 2, 16, 64, device=DEVICE)
     triton.encode_blocks(form, stored, pool, pool, [2, 0], [4, 1])
-    assert launches["encode_records_kernel"].grids == [(2, 6, 1)]
+    assert launches["encode_kernel"].grids == [(2, 6, 1)]
 
 
 def step(blocks: LayerBlocks, position: int) -> None:

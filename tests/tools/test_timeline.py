@@ -91,7 +91,7 @@ def test_a_cropped_default_cache_still_holds_its_storage() -> None:
         feed(model, cache, ids(40))
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[:, :, :10], layer.values[:, :, :10]
-    from hf_paged_cache.tools.timeline.holdings import holdings_of
+    from hf_paged_cache.tools.timeline import holdings_of
 
     held = holdings_of(cache)
     assert held.used_bytes == ROWS * 10 * LLAMA_TOKEN_BYTES

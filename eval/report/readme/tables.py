@@ -50,9 +50,9 @@ def tables(folder: Path = results.FOLDER) -> Mapping[str, Callable[[], str]]:
 
 
 def _run(path: Path) -> Run:
-    from eval import report
+    from eval.report.files import read
 
-    return report.read(path)
+    return read(path)
 
 
 def row(read: Callable[[str], Mapping[str, Any]], file: str, bench: str, **cells: object) -> dict[str, Any]:

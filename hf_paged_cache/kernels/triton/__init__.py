@@ -1,9 +1,18 @@
 """Paged attention on GPUs: Triton kernels that read keys and values straight from their blocks.
 
 A decode step launches `write_kernel` and `attend_kernel` for each layer, and `merge_kernel` where rows are
-long and few enough to be split; `records` says what it launches for quantized layers. None of them waits for
-the device: tables and lengths are read there, and grids depend on the numbers of rows and heads and on the
-power of two above the rows' length, so that a CUDA graph can replay a step.
+long and few enough to be split; `launch` has the whole table. None of them waits for the device: tables and
+lengths are read there, and grids depend on the numbers of rows and heads and on the power of two above the
+rows' length, so that a CUDA graph can replay a step.
+
+One set of kernels serves plain and quantized pools: how K and V are stored is a pair of functions that they
+are compiled for.
+
+```
+__init__ -> launch -> attend, move       kernels; decoders and encoders have the functions of each codec
+               |
+            variants -> tiles            what kernels are compiled for
+```
 
 With `TRITON_INTERPRET=1` in the environment before the first import of Triton the same kernels run on CPU
 tensors, slowly; that is how they are tested on machines without a GPU.
@@ -12,6 +21,7 @@ tensors, slowly; that is how they are tested on machines without a GPU.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -109,7 +119,7 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
     if unavailable_reason() is not None:
         return unavailable_reason()
     keys, values = blocks.keys, blocks.values
-    if keys.is_cpu and not _launch().INTERPRETED:
+    if keys.is_cpu and not _variants().INTERPRETED:
         return (
             "The Triton kernels take CPU tensors only in the interpreter: set TRITON_INTERPRET=1 before "
             "Python starts."
@@ -149,14 +159,10 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         UnstorableValueError: A quantized layer without `blocks.fault` got NaN, infinity, or a magnitude above
             `formats.LARGEST_VALUE`. Nothing was written.
     """
-    end = start + key_states.shape[2]
-    if blocks.records is not None and blocks.form is not None:
-        _write_records(blocks, blocks.records, blocks.form, key_states, value_states, start)
-        return
-    held = blocks.lengths
-    lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
-    stored = blocks.keys, blocks.values, blocks.table, lengths
-    _launch().write(*stored, key_states, value_states, offsets=blocks.offsets)
+    if blocks.form is not None:
+        _write_quantized(blocks, blocks.form, key_states, value_states, start)
+    else:
+        _launch().write(blocks, _lengths(blocks, start + key_states.shape[2]), key_states, value_states)
 
 
 def decode(
@@ -174,27 +180,15 @@ def decode(
         nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
         denominator, the sink included; -inf where there is neither a visible token nor a sink.
     """
-    held, back = blocks.lengths, 0
-    if held is not None and held.tokens >= a.end:
-        lengths, back = held.on_device, held.tokens - a.end
-    else:
-        lengths = _equal_lengths(blocks, a.end)
-    options = {
-        "tokens": a.end,
-        "start": a.start,
-        "offsets": blocks.offsets,
-        "back": back,
-        "queries_are_last": a.queries_are_last,
-        **_rules(a, a.mask, a.causal),
-    }
-    stored = blocks.keys, blocks.values, blocks.table, lengths
-    if blocks.records is not None:
-        dense = _dense_columns(blocks, a.start, a.end)
-        out, lse = _records().attend(
-            blocks.form, blocks.records, *stored, a.query, dense_columns=dense, **options
-        )
-    else:
-        out, lse = _launch().attend(a.query, *stored, **options)
+    held = blocks.lengths
+    back = held.tokens - a.end if held is not None and held.tokens > a.end else 0
+    out, lse = _launch().attend(
+        blocks,
+        a,
+        _lengths(blocks, a.end + back),
+        back=back,
+        dense_columns=_dense_columns(blocks, a.start, a.end) if blocks.form is not None else (),
+    )
     return out, lse if return_lse else None
 
 
@@ -209,18 +203,7 @@ def attend_history(
         visible: What the mask lets see, as `masking` has it.
         bias: What the mask adds.
     """
-    question = Attention(
-        a.query,
-        a.start,
-        a.end,
-        a.scale,
-        _mask(visible, bias),
-        a.causal,
-        a.window,
-        a.softcap,
-        queries_are_last=a.queries_are_last,
-    )
-    out, lse = decode(blocks, question, return_lse=True)
+    out, lse = decode(blocks, replace(a, mask=_mask(visible, bias), sinks=None), return_lse=True)
     assert lse is not None, "it was asked for"
     return _part(out, lse, blocks.keys.shape[1])
 
@@ -243,7 +226,10 @@ def attend_fresh(
         bias: What the mask adds.
         is_causal: Query i sees the tokens up to its own.
     """
-    out, lse = _launch().attend_dense(a.query, keys, values, **_rules(a, _mask(visible, bias), is_causal))
+    own = replace(
+        a, start=0, end=keys.shape[2], mask=_mask(visible, bias), causal=is_causal, queries_are_last=True
+    )
+    out, lse = _launch().attend_dense(own, keys, values)
     return _part(out, lse, keys.shape[1])
 
 
@@ -287,28 +273,19 @@ def encode_blocks(
     assert len(slots) == len(ids), f"{len(slots)} blocks to read but {len(ids)} to overwrite"
     if slots:
         on_device = _launch().device_ids([slots, ids], records.device)
-        _records().seal(form, records, keys, values, on_device[0], on_device[1])
+        _launch().seal(form, records, keys, values, on_device[0], on_device[1])
 
 
-def _write_records(
-    blocks: LayerBlocks,
-    records: torch.Tensor,
-    form: RecordFormat,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
-    start: int,
+def _write_quantized(
+    blocks: LayerBlocks, form: RecordFormat, key_states: torch.Tensor, value_states: torch.Tensor, start: int
 ) -> None:
-    """In one launch where the format is per token, else in one for slots and one for whole blocks."""
+    """In one launch where the format is per token, else in one for residual and one for whole blocks."""
     if blocks.fault is None:
         check_storable(blocks, key_states, value_states, start)
     end = start + key_states.shape[2]
     dense = _dense_columns(blocks, start, end)
-    states, options = (key_states, value_states), {"fault": blocks.fault, "offsets": blocks.offsets}
     if form.format.is_per_token or dense:
-        held = blocks.lengths
-        lengths = held.on_device if held is not None and held.tokens == end else _equal_lengths(blocks, end)
-        stored = records, blocks.keys, blocks.values, blocks.table, lengths
-        _records().write_tokens(form, *stored, *states, dense=bool(dense), **options)
+        _launch().write(blocks, _lengths(blocks, end), key_states, value_states, dense=bool(dense))
     if form.format.is_per_token:
         return
     if blocks.offsets is None:
@@ -320,11 +297,11 @@ def _write_records(
         if whole <= always:
             return
     if end - start >= form.block_size:
-        _records().write_blocks(form, records, blocks.table, *states, start, **options)
+        _launch().encode(blocks, form, key_states, value_states, start)
 
 
 def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:
-    """The columns of `[start, end)` that hold slots, of every row or once for all; empty if none does."""
+    """The columns of `[start, end)` of residual blocks, of every row or once for all; empty if none is."""
     if not len(blocks.keys) or end <= start:
         return ()
     # A row that begins later has its last token before the batch's last, and its first before `start`.
@@ -332,22 +309,11 @@ def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int
     last = (end - 1) // blocks.block_size
     found = blocks.dense_columns
     if found is None:
-        # What a row does not store is nothing in a slot as well as in a record.
+        # What a row does not store is nothing in a residual block as well as in a record.
         is_dense = (blocks.table <= NULL_BLOCK) & (blocks.table < NULL_BLOCK).any(0)
         found = tuple(tuple(c for c, dense in enumerate(row) if dense) for row in is_dense.tolist())
     found = tuple(tuple(column for column in row if first <= column <= last) for row in found)
     return found if any(found) else ()
-
-
-def _rules(a: Attention, mask: torch.Tensor | None, causal: bool) -> dict[str, Any]:
-    return {
-        "scale": a.scale,
-        "mask": mask,
-        "causal": causal,
-        "window": a.window,
-        "softcap": a.softcap,
-        "sinks": a.sinks,
-    }
 
 
 def _mask(visible: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -358,18 +324,16 @@ def _part(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Part:
     return Part(split_heads(out.transpose(1, 2), kv_heads), split_heads(lse, kv_heads))
 
 
-def _equal_lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:
+def _lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:
+    """int32 `[batch]`, all of them so many tokens; what the device holds where it says so."""
+    if blocks.lengths is not None and blocks.lengths.tokens == tokens:
+        return blocks.lengths.on_device
     return torch.full((blocks.table.shape[0],), tokens, dtype=torch.int32, device=blocks.table.device)
 
 
 @cache
-def _records() -> Any:
-    return import_module(".records", __package__)
-
-
-@cache
 def _variants() -> Any:
-    return import_module(".record_variants", __package__)
+    return import_module(".variants", __package__)
 
 
 @cache

@@ -1,9 +1,24 @@
-"""Attention over stored blocks, and over dense K and V read as blocks of one row each.
+"""Attention over stored blocks, plain or quantized, and over dense K and V read as blocks of one row each.
 
-One program has one row, one kv head, one tile of queries and one split of the tokens. A tile holds the
-queries of the whole head group, so that K and V are read once for all of them (as in grouped-query decoding
-kernels since Flash-Decoding, Dao et al. 2023); the softmax is taken online (Milakov & Gimelshein 2018). With
-several splits every program leaves its sums in scratch, and `merge_kernel` adds them up.
+Work is split over programs, each with one row, one kv head, one tile of queries and one split of the tokens:
+
+```
+row b, kv head h                tokens that are in sight, a tile of N after the other
+                                split 0        split 1        split 2
+queries of the head     M   |  program 0   |  program 1   |  program 2   |
+group, in tiles         M   |  program 3   |  program 4   |  program 5   |
+                                   |              |              |
+                                   +- sums of values, maxima and sums of weights ---> merge_kernel
+```
+
+A tile holds the queries of the whole head group, so that K and V are read once for all of them (as in
+grouped-query decoding kernels since Flash-Decoding, Dao et al. 2023); the softmax is taken online (Milakov &
+Gimelshein 2018). Without splits a program has the whole answer, and nothing is merged.
+
+How K and V are stored is known to `SCORE` and `ADD`, functions out of `decoders`. Over records, scores and
+sums are taken of codes, with scales folded in. Where K are rotated the queries are too, once; where V are
+rotated the sum is rotated back, once, at the end, or by the merge if there is one. Blocks of a quantized
+layer that lie in the model's dtype have a launch of their own (COLUMNS), whose sums the merge adds up too.
 
 Letters: `b` row, `h` kv head; in a tile `m` query (`[M]`), `n` token (`[N]`), `d` dim of K (`[D]`), `e` of V
 (`[E]`).
@@ -14,75 +29,58 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formats import product
-from .softmax import (
-    ADDITIVE_MASK,
+from .hadamard import rotate, unrotate
+from .online_softmax import (
     BOOL_MASK,
     LOG2E,
     NO_MASK,
-    hide,
+    masked_scores,
+    online_update,
     part_pointers,
     soft_capped,
     store_answer,
     store_part,
     stored_range,
     tokens_in_sight,
-    weigh,
 )
-
-__all__ = [
-    "ADDITIVE_MASK",
-    "BOOL_MASK",
-    "NO_MASK",
-    "PER_STEP_ARGUMENTS",
-    "PER_STEP_POINTERS",
-    "attend_kernel",
-    "merge_kernel",
-]
 
 # Numbers that change from step to step, and pointers whose alignment does: compiling for the values they
 # happen to have would compile again and again.
-PER_STEP_ARGUMENTS = (
-    "table_stride_b",
-    "columns",
-    "mask_stride_b",
-    "mask_stride_h",
-    "mask_stride_q",
-    "q_tokens",
-    "splits",
-    "part_rows",
-    "start",
-    "back",
-    "query_shift",
+_PER_STEP_ARGUMENTS = (
+    *("table_stride_b", "columns", "columns_stride_b", "columns_used"),
+    *("mask_stride_b", "mask_stride_h", "mask_stride_q"),
+    *("q_tokens", "splits", "part_rows", "start", "back", "query_shift"),
 )
-PER_STEP_POINTERS = ("mask_ptr",)
 
 
-@triton.jit(
-    do_not_specialize=(*PER_STEP_ARGUMENTS, "columns_stride_b", "columns_used"),
-    do_not_specialize_on_alignment=PER_STEP_POINTERS,
-)
+@triton.jit
+def _units(x):
+    """For each row the power of two that brings its largest magnitude between 1 and 2."""
+    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=_PER_STEP_ARGUMENTS, do_not_specialize_on_alignment=("mask_ptr",))
 def attend_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim], written if not SPLIT
     lse_ptr,  # float32 [batch, q_heads, q_tokens], the same
     part_ptr,  # float32, written if SPLIT: see `part_pointers`
     query_ptr,
-    keys_ptr,
-    values_ptr,
+    keys_ptr,  # a plain pool, or uint8 records [num_blocks, kv_heads, nbytes]
+    values_ptr,  # the same; the records once more
     table_ptr,  # int32 [batch, columns]
     lengths_ptr,  # int32 [batch], columns of each row, those before it begins included
     offsets_ptr,  # int32 [batch], columns before each row begins, if PADDED
     mask_ptr,
     sinks_ptr,
-    q_stride_b,
-    q_stride_h,
-    q_stride_t,
-    k_stride_block,
-    k_stride_h,
-    v_stride_block,
-    v_stride_h,
+    columns_ptr,  # int32 [batch, columns_used], the table's columns to attend, -1 past the last, if COLUMNS
+    q_strides,  # of row, head and token
+    k_strides,  # of block and head
+    v_strides,
     table_stride_b,
     columns,
+    columns_stride_b,
+    columns_used,
     mask_stride_b,
     mask_stride_h,
     mask_stride_q,
@@ -96,34 +94,19 @@ def attend_kernel(
     window,
     scale,
     softcap,
-    columns_ptr,  # int32 [batch, columns_used], the table's columns to attend, -1 past the last, if COLUMNS
-    columns_stride_b,
-    columns_used,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_STRIDE_T: tl.constexpr,
-    V_STRIDE_T: tl.constexpr,
+    K: tl.constexpr,  # a `variants.Side`
+    V: tl.constexpr,
+    RULES: tl.constexpr,  # `variants.Rules`
     M: tl.constexpr,
     N: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
     MIN_TILES: tl.constexpr,
     COLUMNS: tl.constexpr,  # whether only some columns are attended: dense blocks of a quantized layer
     PADDED: tl.constexpr,
     SPLIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_ROWS: tl.constexpr,  # whether the mask differs between the queries of a tile
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    LOAD_KEYS: tl.constexpr,
-    LOAD_VALUES: tl.constexpr,
+    SCORE: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     """Attend tokens `[start, length - back)` of every row.
 
@@ -137,6 +120,9 @@ def attend_kernel(
     b = tl.program_id(0) // (splits * tiles * KV_HEADS)
     h = tl.program_id(0) // (splits * tiles) % KV_HEADS
     Q_HEADS: tl.constexpr = KV_HEADS * GROUP
+    BLOCK_SIZE: tl.constexpr = K.block_size
+    D: tl.constexpr = K.padded
+    E: tl.constexpr = V.padded
 
     start, end, mask_start = stored_range(lengths_ptr, offsets_ptr, b, start, back, PADDED)
     m = first_m + tl.arange(0, M)
@@ -147,7 +133,7 @@ def attend_kernel(
 
     first_query = end + query_shift + first_m // GROUP
     last_query = end + query_shift + tl.minimum((first_m + M - 1) // GROUP, q_tokens - 1)
-    low, high = tokens_in_sight(start, end, first_query, last_query, window, CAUSAL, WINDOW)
+    low, high = tokens_in_sight(start, end, first_query, last_query, window, RULES)
     if COLUMNS:
         first_tile, end_tile = 0, columns_used * (BLOCK_SIZE // N)
     else:
@@ -159,18 +145,29 @@ def attend_kernel(
         end_tile = tl.minimum(end_tile, first_tile + per_split)
 
     d = tl.arange(0, D)
-    e = tl.arange(0, E)
     n = tl.arange(0, N)
     query_offsets = (
-        b.to(tl.int64) * q_stride_b + q_head.to(tl.int64) * q_stride_h + query_index.to(tl.int64) * q_stride_t
+        b.to(tl.int64) * q_strides[0]
+        + q_head.to(tl.int64) * q_strides[1]
+        + query_index.to(tl.int64) * q_strides[2]
     )
     query = tl.load(
         query_ptr + query_offsets[:, None] + d[None, :],
-        mask=is_query[:, None] & (d[None, :] < HEAD_DIM),
+        mask=is_query[:, None] & (d[None, :] < K.dim),
         other=0.0,
     )  # [M, D]
-    keys_ptr += h.to(tl.int64) * k_stride_h
-    values_ptr += h.to(tl.int64) * v_stride_h
+    row_scale = tl.full([M], 1.0, tl.float32) * scale
+    if K.steps > 0:
+        query = rotate(query.to(tl.float32), K.steps)
+    if K.has_units:
+        query = query.to(tl.float32)
+        unit = _units(query)
+        query = (query / unit[:, None]).to(K.dtype)
+        row_scale = unit * scale
+    if V.codes > 0:  # K and V lie in one record
+        values_ptr, v_strides = keys_ptr, k_strides
+    keys_ptr += h.to(tl.int64) * k_strides[1]
+    values_ptr += h.to(tl.int64) * v_strides[1]
     table_ptr += b.to(tl.int64) * table_stride_b
     columns_ptr += b * columns_stride_b
     mask_ptr += b.to(tl.int64) * mask_stride_b
@@ -179,6 +176,7 @@ def attend_kernel(
     row_max = tl.full([M], -float("inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, E], tl.float32)
+    acc_zero = tl.zeros([M, N], tl.float32)
     for tile in range(first_tile, end_tile):
         first_token = tile * N
         if COLUMNS:
@@ -191,59 +189,69 @@ def attend_kernel(
             is_there = is_there & (used >= 0)
         block = tl.load(table_ptr + column, mask=is_there, other=-1)
         if COLUMNS:
-            block = -2 - block  # see `problem.dense_entry`
+            block = -2 - block  # see `call.dense_entry`
         stored = (token >= low) & (token < tl.where(block >= 0, high, 0))
         mask_columns = (token - mask_start).to(tl.int64) * mask_stride_t
-        given = stored
-        if MASK != NO_MASK and not MASK_ROWS:
-            given = tl.load(mask_ptr + mask_columns, mask=stored, other=0)
+        tile_mask = stored
+        if RULES.mask != NO_MASK and not RULES.mask_rows:
+            tile_mask = tl.load(mask_ptr + mask_columns, mask=stored, other=0)
             # What the mask hides from all is not read either.
-            stored = stored & (given != (0 if MASK == BOOL_MASK else -float("inf")))
+            stored = stored & (tile_mask != (0 if RULES.mask == BOOL_MASK else -float("inf")))
         # The offsets of a tile stay the same from tile to tile, only where it begins is 64 bits wide.
         block = tl.maximum(block, 0).to(tl.int64)
-        slot = (first_token % BLOCK_SIZE).to(tl.int64)
+        slot = first_token % BLOCK_SIZE
+        if BLOCK_SIZE > 65536:  # dense K and V: a row is one block
+            slot = slot.to(tl.int64)
 
-        keys = LOAD_KEYS(
-            keys_ptr + (block * k_stride_block + slot * K_STRIDE_T),
-            n[:, None] * K_STRIDE_T + d[None, :],
-            stored[:, None] & (d[None, :] < HEAD_DIM),
-        )  # [N, D]
-        score = tl.zeros([M, N], tl.float32)
-        score = product(query, tl.trans(keys), score, PRECISION, WIDEN) * scale  # [M, N]
-        if SOFTCAP:
+        block_ptr = keys_ptr + block * k_strides[0]
+        codes_ptr = block_ptr + (K.codes + slot * K.row)
+        params_ptr = (block_ptr + K.params).to(tl.pointer_type(tl.float16))
+        score = SCORE(query, codes_ptr, params_ptr, slot, n, stored, K) * row_scale[:, None]  # [M, N]
+        if RULES.softcap:
             score = soft_capped(score, softcap)
-        score, visible = hide(
+        score, visible = masked_scores(
             score,
             is_query[:, None] & stored[None, :],
             token,
             position,
-            given,
+            tile_mask,
             mask_ptr,
             mask_offsets,
             mask_columns,
             window,
-            CAUSAL,
-            WINDOW,
-            MASK,
-            MASK_ROWS,
+            RULES,
         )
-        weight, row_max, row_sum, shrink = weigh(score, row_max, row_sum)
+        weight, row_max, row_sum, shrink = online_update(score, row_max, row_sum)
 
-        values = LOAD_VALUES(
-            values_ptr + (block * v_stride_block + slot * V_STRIDE_T),
-            n[:, None] * V_STRIDE_T + e[None, :],
-            stored[:, None] & (e[None, :] < V_HEAD_DIM),
-        )  # [N, E]
-        if MASK_ROWS:
-            # A weight of 0 does not silence a NaN.
-            seen = tl.max(visible.to(tl.int32), 0) > 0
-            values = tl.where(seen[:, None], values, 0.0)
-        acc = product(weight, values, acc * shrink[:, None], PRECISION, WIDEN)
+        any_visible = stored
+        if RULES.mask_rows:
+            any_visible = tl.max(visible.to(tl.int32), 0) > 0
+        block_ptr = values_ptr + block * v_strides[0]
+        codes_ptr = block_ptr + (V.codes + slot * V.row)
+        params_ptr = (block_ptr + V.params).to(tl.pointer_type(tl.float16))
+        if V.has_zeros:
+            acc_zero = acc_zero * shrink[:, None]
+        acc, acc_zero = ADD(
+            acc * shrink[:, None],
+            acc_zero,
+            weight,
+            any_visible,
+            codes_ptr,
+            params_ptr,
+            slot,
+            n,
+            stored,
+            V,
+        )
+    if V.has_zeros:
+        acc += tl.sum(acc_zero, 1)[:, None]
 
     if SPLIT:
         row = split.to(tl.int64) * part_rows + (b * Q_HEADS + q_head) * q_tokens + query_index  # [M]
-        store_part(part_ptr, acc, row_max, row_sum, row, is_query, splits, part_rows, V_HEAD_DIM, E)
+        store_part(part_ptr, acc, row_max, row_sum, row, is_query, splits, part_rows, V)
     else:
+        if V.steps > 0:
+            acc = unrotate(acc, V.steps)
         store_answer(
             out_ptr,
             lse_ptr,
@@ -257,27 +265,63 @@ def attend_kernel(
             q_tokens,
             is_query,
             Q_HEADS,
-            V_HEAD_DIM,
-            E,
-            SINKS,
+            V,
+            RULES,
         )
 
 
-@triton.jit(do_not_specialize=("q_tokens", "splits"))
+@triton.jit
+def _largest(part_ptr, splits, rows, row, largest, V_HEAD_DIM: tl.constexpr, S: tl.constexpr):
+    """The largest maximum of a row's parts, and of what was given."""
+    part_max_ptr, _ = part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
+    for first in range(0, splits, S):
+        s = first + tl.arange(0, S)
+        part_max = tl.load(part_max_ptr + s * rows + row, mask=s < splits, other=-float("inf"))
+        largest = tl.maximum(largest, tl.max(part_max, 0))
+    return largest
+
+
+@triton.jit
+def _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM: tl.constexpr, E: tl.constexpr, S: tl.constexpr):
+    """Sums of values `[1, E]` and of weights of a row's parts."""
+    part_max_ptr, part_sum_ptr = part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
+    e = tl.arange(0, E)
+    acc = tl.zeros([1, E], tl.float32)
+    total = 0.0
+    for first in range(0, splits, S):
+        s = first + tl.arange(0, S)
+        part_max = tl.load(part_max_ptr + s * rows + row, mask=s < splits, other=-float("inf"))
+        part_sum = tl.load(part_sum_ptr + s * rows + row, mask=s < splits, other=0.0)
+        weight = tl.exp2((part_max - base) * LOG2E)
+        part = tl.load(
+            part_ptr + (s * rows + row)[:, None] * V_HEAD_DIM + e[None, :],
+            mask=(part_sum != 0.0)[:, None] & (e[None, :] < V_HEAD_DIM),
+            other=0.0,
+        )  # [S, E]
+        total += tl.sum(weight * part_sum, 0)
+        acc += tl.sum(weight[:, None] * part, 0, keep_dims=True)
+    return acc, total
+
+
+@triton.jit(do_not_specialize=("q_tokens", "splits", "dense_splits"))
 def merge_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim]
     lse_ptr,  # float32 [batch, q_heads, q_tokens]
     part_ptr,
+    dense_part_ptr,  # of tokens of a quantized layer in the model's dtype, if QUANTIZED
     sinks_ptr,
     q_tokens,
     splits,
+    dense_splits,
     Q_HEADS: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
+    V_STEPS: tl.constexpr,  # of the rotation of what is not dense
     E: tl.constexpr,
     S: tl.constexpr,
     SINKS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):
-    """Add up what the splits left. Grid: (q_heads * q_tokens, batch).
+    """Add up what splits left, rotated back where it is rotated. Grid: (q_heads * q_tokens, batch).
 
     Maximum and sum are kept apart, and not as one log-sum-exp, because a mask of finfo.min swallows log(n).
     """
@@ -286,40 +330,34 @@ def merge_kernel(
     query_index = tl.program_id(0) % q_tokens
     row = b.to(tl.int64) * Q_HEADS * q_tokens + tl.program_id(0)
     rows = tl.num_programs(1).to(tl.int64) * Q_HEADS * q_tokens
-    part_max_ptr, part_sum_ptr = part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
-    e = tl.arange(0, E)
 
-    total_max = -float("inf")
+    largest = -float("inf")
     if SINKS:
         sink = tl.load(sinks_ptr + q_head).to(tl.float32)
-        total_max = sink
-    for first in range(0, splits, S):
-        s = first + tl.arange(0, S)
-        part_max = tl.load(part_max_ptr + s * rows + row, mask=s < splits, other=-float("inf"))
-        total_max = tl.maximum(total_max, tl.max(part_max, 0))
-    base = tl.where(total_max == -float("inf"), 0.0, total_max)
+        largest = sink
+    largest = _largest(part_ptr, splits, rows, row, largest, V_HEAD_DIM, S)
+    if QUANTIZED:
+        largest = _largest(dense_part_ptr, dense_splits, rows, row, largest, V_HEAD_DIM, S)
+    base = tl.where(largest == -float("inf"), 0.0, largest)
 
-    total_sum = 0.0
+    acc, total = _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM, E, S)
+    if V_STEPS > 0:
+        acc = unrotate(acc, V_STEPS)
+    if QUANTIZED:
+        dense_acc, dense_total = _summed(dense_part_ptr, dense_splits, rows, row, base, V_HEAD_DIM, E, S)
+        acc += dense_acc
+        total += dense_total
     if SINKS:
-        total_sum = tl.exp2((sink - base) * LOG2E)
-    acc = tl.zeros([E], tl.float32)
-    for first in range(0, splits, S):
-        s = first + tl.arange(0, S)
-        part_max = tl.load(part_max_ptr + s * rows + row, mask=s < splits, other=-float("inf"))
-        part_sum = tl.load(part_sum_ptr + s * rows + row, mask=s < splits, other=0.0)
-        saw = part_sum != 0.0
-        weight = tl.exp2((part_max - base) * LOG2E)
-        part = tl.load(
-            part_ptr + (s * rows + row)[:, None] * V_HEAD_DIM + e[None, :],
-            mask=saw[:, None] & (e[None, :] < V_HEAD_DIM),
-            other=0.0,
-        )  # [S, E]
-        total_sum += tl.sum(weight * part_sum, 0)
-        acc += tl.sum(weight[:, None] * part, 0)
+        total += tl.exp2((sink - base) * LOG2E)
 
-    nothing = total_sum == 0.0
-    out = acc / tl.where(nothing, 1.0, total_sum)
-    lse = tl.where(nothing, -float("inf"), base + tl.log2(total_sum) / LOG2E)
+    nothing = total == 0.0
+    out = acc / tl.where(nothing, 1.0, total)
+    lse = tl.where(nothing, -float("inf"), base + tl.log2(total) / LOG2E)
+    e = tl.arange(0, E)
     out_row = (b.to(tl.int64) * q_tokens + query_index) * Q_HEADS + q_head
-    tl.store(out_ptr + out_row * V_HEAD_DIM + e, out.to(out_ptr.dtype.element_ty), mask=e < V_HEAD_DIM)
+    tl.store(
+        out_ptr + out_row * V_HEAD_DIM + e[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=e[None, :] < V_HEAD_DIM,
+    )
     tl.store(lse_ptr + row, lse)

@@ -1,140 +1,228 @@
 """From tensors to kernel launches. Nothing here waits for the device.
 
-Launches per layer and decode step: `write`, `attend`, and where a row's tokens are split `merge`.
+Launches per layer and decode step:
+
+```
+               plain pool                   quantized
+write          write_kernel                 write_kernel; encode_kernel where tokens fill whole blocks
+attend         attend_kernel                attend_kernel, and once more for blocks in the model's dtype
+               merge_kernel where rows are split, or where there were both
+seal                                        encode_kernel, all layers at once
+```
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from hf_paged_cache.formats import RecordFormat
+from hf_paged_cache.kernels.call import Attention, LayerBlocks
+
 from .attend import attend_kernel, merge_kernel
-from .move import copy_kernel, write_kernel
+from .move import copy_kernel, encode_kernel, write_kernel
 from .question import Question, last_contiguous, mask_of, on, processors
-from .tiles import DECODE_QUERIES, Tile, choose_splits
+from .tiles import DECODE_QUERIES, Tile, choose_splits, splits_of
 from .variants import (
-    INTERPRETED,
-    attend_constants,
+    Layout,
+    PlainLayout,
     copy_constants,
+    encode_constants,
     is_new,
     merge_constants,
     started,
     write_constants,
 )
 
-__all__ = [
-    "INTERPRETED",
-    "attend",
-    "attend_blocks",
-    "attend_constants",
-    "attend_dense",
-    "copy_blocks",
-    "device_ids",
-    "write",
-]
-
 _DENSE_BLOCK_SIZE = 1 << 30
 """Dense K and V are read as one block a row, which no row outgrows."""
 
 
 def write(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
+    blocks: LayerBlocks,
     lengths: torch.Tensor,
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     *,
-    offsets: torch.Tensor | None = None,
+    dense: bool = True,
 ) -> None:
-    """Store new tokens at the end of every row.
+    """Store new tokens at the end of every row; those of records only if the format is per token.
 
     Args:
-        keys: `[num_blocks, kv_heads, block_size, head_dim]`, changed in place.
-        values: `[num_blocks, kv_heads, block_size, v_head_dim]`, changed in place.
-        table: int32 `[batch, columns]`.
+        blocks: Changed in place.
         lengths: int32 `[batch]`: tokens of each row, the new ones included.
         new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
-        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
+        dense: Whether some of the tokens may belong to blocks in the model's dtype.
     """
     batch, kv_heads, new_tokens, _ = new_keys.shape
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
+    keys, values, table, form = blocks.keys, blocks.values, blocks.table, blocks.form
+    records = keys if blocks.records is None else blocks.records
     constants = write_constants(
+        layout=form or _plain(blocks),
         kv_heads=kv_heads,
-        head_dim=keys.shape[3],
-        v_head_dim=values.shape[3],
-        block_size=keys.shape[2],
         k_stride_t=keys.stride(2),
         v_stride_t=values.stride(2),
+        dense=dense,
+        check=blocks.fault is not None,
     )
-    grid = (new_tokens, batch, -(-kv_heads // constants["H"]))
-    with on(keys.device):
-        write_kernel[grid](
-            keys,
-            values,
+    with on(table.device):
+        if form is not None and dense and is_new((form, keys.dtype, "seal")):
+            _seal(form, records, keys, values, lengths, lengths, compile_only=True)
+        write_kernel[(new_tokens, batch, -(-kv_heads // constants["H"]))](
+            keys if dense else new_keys,
+            values if dense else new_values,
+            records,
             new_keys,
             new_values,
             table,
             lengths,
-            lengths if offsets is None else offsets,
-            keys.stride(0),
-            keys.stride(1),
-            values.stride(0),
-            values.stride(1),
-            *new_keys.stride()[:3],
-            *new_values.stride()[:3],
+            lengths if blocks.offsets is None else blocks.offsets,
+            table if blocks.fault is None else blocks.fault,
+            keys.stride()[:2],
+            values.stride()[:2],
+            records.stride()[:2],
+            new_keys.stride()[:3],
+            new_values.stride()[:3],
             table.stride(0),
             table.shape[1],
             new_tokens,
-            PADDED=offsets is not None,
+            PADDED=blocks.offsets is not None,
             **constants,
         )
 
 
-def attend(
-    query: torch.Tensor,
+def encode(
+    blocks: LayerBlocks, form: RecordFormat, new_keys: torch.Tensor, new_values: torch.Tensor, start: int
+) -> None:
+    """Encode the new tokens that fill whole blocks; blocks in the model's dtype are passed over.
+
+    Args:
+        blocks: Changed in place.
+        form: What the bytes of the records mean.
+        new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
+        new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
+        start: Column of the first new token.
+    """
+    records, table, offsets, fault = blocks.records, blocks.table, blocks.offsets, blocks.fault
+    assert records is not None, "a quantized layer has records"
+    new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
+    batch, kv_heads, new_tokens, _ = new_keys.shape
+    with on(records.device):
+        encode_kernel[(new_tokens // form.block_size, kv_heads, batch)](
+            records,
+            new_keys,
+            new_values,
+            table,
+            table,
+            table if offsets is None else offsets,
+            table if fault is None else fault,
+            records.stride()[:2],
+            new_keys.stride()[:3],
+            new_values.stride()[:3],
+            table.stride(0),
+            table.shape[1],
+            start + new_tokens,
+            start,
+            PADDED=offsets is not None,
+            **encode_constants(form=form, seal=False, check=fault is not None),
+        )
+
+
+def seal(
+    form: RecordFormat,
+    records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    table: torch.Tensor,
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+) -> None:
+    """Encode blocks of a pool, all layers at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
+
+    Args:
+        form: What the bytes of the records mean.
+        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
+        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
+        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
+        slots: int32 `[blocks]`.
+        ids: int32 `[blocks]`.
+    """
+    heads = records.shape[1] * records.shape[2]
+    flat = records.view(records.shape[0], heads, records.shape[3])
+    keys, values = (x.view(x.shape[0], heads, *x.shape[3:]) for x in (keys, values))
+    with on(records.device):
+        _seal(form, flat, keys, values, slots, ids, compile_only=False)
+
+
+def _seal(
+    form: RecordFormat,
+    records: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    compile_only: bool,
+) -> None:
+    """As `seal`, with layers and heads in one dimension; a single layer has the same strides."""
+    strides = records.stride()[:2], keys.stride()[:3], values.stride()[:3]
+    started(encode_kernel, (len(ids), records.shape[1], 1), compile_only=compile_only)(
+        *(records, keys, values, ids, slots, ids, ids),
+        *strides,
+        *(0, 0, 0, 0),  # what is asked of new tokens
+        PADDED=False,
+        **encode_constants(form=form, seal=True, check=False),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """One launch of `attend_kernel`: over records or a plain pool, or over a quantized layer's dense blocks.
+
+    Attributes:
+        keys: What holds K.
+        values: The same for V.
+        constants: Compile-time arguments.
+        tile: What they are for.
+        programs: Programs without splits.
+        splits: Programs that share a row's tokens; 0 where the pass has nothing to attend.
+        columns: int32 `[batch or 1, columns]`, of each row the only columns of the table to attend, -1 past
+            the last: entries of dense blocks, see `dense_entry`; others are passed over.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    constants: dict[str, Any]
+    tile: Tile
+    programs: int
+    splits: int
+    columns: torch.Tensor | None = None
+
+
+def attend(
+    blocks: LayerBlocks,
+    a: Attention,
     lengths: torch.Tensor,
     *,
-    tokens: int,
-    scale: float,
-    offsets: torch.Tensor | None = None,
-    start: int = 0,
     back: int = 0,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    queries_are_last: bool = True,
+    dense_columns: tuple[tuple[int, ...], ...] = (),
     block_size: int | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend the tokens `[start, length - back)` of every row; rows may differ in length.
+    """Attend the tokens `[a.start, length - back)` of every row; rows may differ in length.
 
     Args:
-        query: `[batch, q_heads, q_tokens, head_dim]`.
-        keys: `[num_blocks, kv_heads, block_size, head_dim]`.
-        values: `[num_blocks, kv_heads, block_size, v_head_dim]`.
-        table: int32 `[batch, columns]`; columns past the end of a row may hold anything.
+        blocks: Columns of the table past the end of a row may hold anything.
+        a: The question. No row's length is more than `back` above `a.end`, which decides on splits. The mask
+            may have more columns than there are tokens.
         lengths: int32 `[batch]`: columns of each row, those before it begins included.
-        tokens: Upper bound of the lengths, which decides on splits.
-        scale: Factor on q·k.
-        offsets: None, or int32 `[batch]`: see `LayerBlocks`.
-        start: First column attended.
         back: Columns at the end of each row that are left out.
-        mask: None, or broadcastable to `[batch, q_heads, q_tokens, tokens]`, boolean or additive. Column 0 is
-            token `start`, and there may be more columns than tokens.
-        causal: Query i sees stored positions <= its own.
-        window: None, or query at position p sees only positions > p - window.
-        softcap: None, or c: score = c * tanh(score / c).
-        sinks: None, or `[q_heads]`: a logit per head in the denominator only.
-        queries_are_last: Query i stands at position `length - back - q_tokens + i`, otherwise at `length -
-            back + i`.
+        dense_columns: Of every row, or once for all, the columns of the table whose entries are of blocks in
+            the model's dtype; others among them do no harm.
         block_size: Tokens per block where that is not what the keys' shape says.
         splits: Programs that share a row's tokens, where another number than the best is wanted.
 
@@ -142,121 +230,112 @@ def attend(
         `[batch, q_tokens, q_heads, v_head_dim]` in the query's dtype; float32 `[batch, q_heads, q_tokens]`,
         the natural log of the denominators, sinks included.
     """
-    query = last_contiguous(query)
-    mask, mask_rows = mask_of(mask, query.shape[0], query.shape[1], query.shape[2])
-    question = Question(
-        query, table, lengths, offsets, start, back, scale, mask, mask_rows, causal, window, softcap, sinks,
-        queries_are_last,
-    )  # fmt: skip
+    query = last_contiguous(a.query)
+    mask, mask_rows = mask_of(a.mask, *query.shape[:3])
+    q = Question(blocks, a, query, mask, mask_rows, lengths, back)
+    layout: Layout = blocks.form or _plain(blocks, block_size)
     with on(query.device):
-        constants, tile = question.constants(keys, values, block_size or keys.shape[2])
-        may_split = splits is None
-        if splits is None:
-            programs = question.programs(keys.shape[1], tile)
-            splits = choose_splits(programs, question.seen(tokens), processors(query.device))
-        out, lse = question.answers(values.shape[3])
-        part = question.scratch(splits, values.shape[3]) if splits > 1 else lse  # not touched without splits
-        is_short = (
-            may_split and splits == 1 and tile.queries == DECODE_QUERIES and is_new((id(constants), "split"))
-        )
-        for compile_only in (True, False) if is_short else (False,):
-            parts = 2 if compile_only else splits
-            attend_blocks(
-                question, keys, values, constants, tile, out, lse, part, parts, compile_only=compile_only
-            )
-            if parts == 1:
-                continue
-            started(merge_kernel, question.merge_grid, compile_only=compile_only)(
-                out,
-                lse,
-                part,
-                lse if sinks is None else sinks,
-                query.shape[2],
-                parts,
-                **merge_constants(
-                    q_heads=query.shape[1], v_head_dim=values.shape[3], sinks=sinks is not None
-                ),
-            )
-    return question.rounded(out), lse
+        out, lse = q.answers(layout.v_head_dim)
+        passes = [_main_pass(q, layout, dense_columns, splits)]
+        if any(dense_columns):
+            passes.append(_dense_pass(q, dense_columns))
+        counts = [each.splits for each in passes]
+        is_merged = sum(counts) > 1
+        parts = [q.scratch(count, layout.v_head_dim) if is_merged and count else lse for count in counts]
+        for ahead in (True, False) if splits is None and _is_first(passes, is_merged) else (False,):
+            for each, part in zip(passes, parts, strict=True):
+                if ahead or each.splits:
+                    _attend_pass(q, each, out, lse, part, as_part=ahead or is_merged, compile_only=ahead)
+            if ahead or is_merged:
+                started(merge_kernel, q.merge_grid, compile_only=ahead)(
+                    *(out, lse, parts[0], parts[-1]),
+                    lse if a.sinks is None else a.sinks,
+                    query.shape[2],
+                    counts[0],
+                    sum(counts[1:]),
+                    **merge_constants(q_heads=query.shape[1], layout=layout, sinks=a.sinks is not None),
+                )
+    return out.to(query.dtype), lse
 
 
-def attend_blocks(
-    question: Question,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    constants: dict[str, Any],
-    tile: Tile,
+def _main_pass(
+    q: Question, layout: Layout, dense_columns: tuple[tuple[int, ...], ...], splits: int | None
+) -> _Pass:
+    """Over what is not in `dense_columns`."""
+    blocks = q.blocks
+    constants, tile = q.constants(layout)
+    programs = q.programs(tile)
+    # Where rows begin later they have fewer columns than these; to try them for records does no harm.
+    reached = set(range(q.a.start // layout.block_size, -(-q.a.end // layout.block_size)))
+    if reached and any(dense_columns) and all(reached.issubset(row) for row in dense_columns):
+        splits = 0
+    elif splits is None:
+        splits = choose_splits(programs, q.tokens_in_reach, processors(q.query.device))
+    keys, values = (blocks.keys, blocks.values) if blocks.records is None else (blocks.records,) * 2
+    return _Pass(keys, values, constants, tile, programs, splits)
+
+
+def _dense_pass(q: Question, dense_columns: tuple[tuple[int, ...], ...]) -> _Pass:
+    """Over blocks of a quantized layer that are in the model's dtype."""
+    blocks = q.blocks
+    constants, tile = q.constants(_plain(blocks))
+    splits = splits_of(max(map(len, dense_columns)) * blocks.block_size)
+    columns = _on_device(q.query.device, dense_columns)
+    return _Pass(blocks.keys, blocks.values, constants, tile, q.programs(tile), splits, columns)
+
+
+def _is_first(passes: list[_Pass], is_merged: bool) -> bool:
+    """Whether such a decode step is met for the first time, and later ones will be launched as parts."""
+    main = passes[0]
+    will_be_part = main.splits == 0 or not is_merged
+    return main.tile.queries == DECODE_QUERIES and will_be_part and is_new((id(main.constants), "part"))
+
+
+def _attend_pass(
+    q: Question,
+    each: _Pass,
     out: torch.Tensor,
     lse: torch.Tensor,
     part: torch.Tensor,
-    splits: int,
     *,
-    columns: torch.Tensor | None = None,
-    as_part: bool | None = None,
-    compile_only: bool = False,
+    as_part: bool,
+    compile_only: bool,
 ) -> None:
-    """Launch `attend_kernel` on the current device.
-
-    Args:
-        question: What is asked.
-        keys: As in `attend`.
-        values: As in `attend`.
-        constants: Compile-time arguments.
-        tile: What they are for.
-        out: Written, and `lse`, if this is the whole answer.
-        lse: See `out`.
-        part: Written otherwise.
-        splits: Programs that share a row's tokens.
-        columns: int32 `[batch or 1, columns]`, of each row the only columns of the table to attend, -1 past
-            the last: entries of slots, see `dense_entry`; others are passed over.
-        as_part: Whether this is not the whole answer; None: if there are splits.
-        compile_only: Launch nothing.
-    """
-    q = question
-    grid = (q.programs(keys.shape[1], tile) * splits,)
-    started(attend_kernel, grid, compile_only=compile_only)(
+    """Launch `attend_kernel` on the current device; it writes `part`, or `out` and `lse` if it is all."""
+    blocks, columns = q.blocks, each.columns
+    started(attend_kernel, (each.programs * each.splits,), compile_only=compile_only)(
         out,
         lse,
         part,
         q.query,
-        keys,
-        values,
-        q.table,
+        each.keys,
+        each.values,
+        blocks.table,
         q.lengths,
-        q.lengths if q.offsets is None else q.offsets,
+        q.lengths if blocks.offsets is None else blocks.offsets,
         lse if q.mask is None else q.mask,
-        lse if q.sinks is None else q.sinks,
-        *q.query.stride()[:3],
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        q.table.stride(0),
-        q.table.shape[1],
-        *q.numbers(splits),
-        q.table if columns is None else columns,
+        lse if q.a.sinks is None else q.a.sinks,
+        blocks.table if columns is None else columns,
+        q.query.stride()[:3],
+        each.keys.stride()[:2],
+        each.values.stride()[:2],
+        blocks.table.stride(0),
+        blocks.table.shape[1],
         0 if columns is None or columns.shape[0] == 1 else columns.stride(0),
         0 if columns is None else columns.shape[1],
+        *q.numbers(each.splits),
         COLUMNS=columns is not None,
-        PADDED=q.offsets is not None,
-        SPLIT=splits > 1 if as_part is None else as_part,
-        **constants,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        PADDED=blocks.offsets is not None,
+        SPLIT=as_part,
+        **each.constants,
     )
 
 
-def attend_dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_dense(a: Attention, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend dense K and V `[batch, kv_heads, tokens, head_dim]`; all else is as in `attend`."""
-    batch, _, tokens, _ = keys.shape
-    rows = torch.arange(batch, dtype=torch.int32, device=keys.device)
-    lengths = torch.full_like(rows, tokens)
-    keys, values = last_contiguous(keys), last_contiguous(values)
-    return attend(
-        query, keys, values, rows[:, None], lengths, tokens=tokens, block_size=_DENSE_BLOCK_SIZE, **options
-    )
+    rows = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
+    blocks = LayerBlocks(last_contiguous(keys), last_contiguous(values), rows[:, None])
+    return attend(blocks, a, torch.full_like(rows, keys.shape[2]), block_size=_DENSE_BLOCK_SIZE)
 
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
@@ -273,3 +352,21 @@ def device_ids(ids: list[list[int]], device: torch.device) -> torch.Tensor:
     """Integers as an int32 tensor, sent without waiting for the device."""
     tensor = torch.tensor(ids, dtype=torch.int32, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
+
+
+def _plain(blocks: LayerBlocks, block_size: int | None = None) -> PlainLayout:
+    """The layout of blocks in the model's dtype."""
+    keys, values = blocks.keys, blocks.values
+    block_size = block_size or keys.shape[2]
+    return PlainLayout(block_size, keys.shape[3], values.shape[3], keys.stride(2), values.stride(2))
+
+
+@lru_cache(maxsize=64)
+def _on_device(device: torch.device, columns: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """int32 `[rows, columns]` on a device, -1 past the last of a row.
+
+    They are the same for all layers, and where rows begin alike for as many steps as a block has tokens.
+    """
+    most = max(map(len, columns))
+    padded = [[*row, *[-1] * (most - len(row))] for row in columns]
+    return device_ids(padded, device)

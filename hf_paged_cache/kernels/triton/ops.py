@@ -7,7 +7,11 @@ share memory and are written to, which it answers with copies.
 """
 
 # No `from __future__ import annotations` here: the schemas are read from the annotations.
+from typing import Any
+
 import torch
+
+from hf_paged_cache.kernels.call import Attention, LayerBlocks
 
 from . import launch
 
@@ -33,19 +37,11 @@ def write(
         new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
     """
-    launch.write(keys[:, layer], values[:, layer], table, lengths, new_keys, new_values)
+    launch.write(LayerBlocks(keys[:, layer], values[:, layer], table), lengths, new_keys, new_values)
 
 
 @write.register_fake
-def _(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layer: int,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-) -> None:
+def _(*arguments: Any) -> None:
     return None
 
 
@@ -84,38 +80,14 @@ def attend(
     Returns:
         `[batch, q_tokens, q_heads, v_head_dim]`.
     """
-    out, _ = launch.attend(
-        query,
-        keys[:, layer],
-        values[:, layer],
-        table,
-        lengths,
-        tokens=table.shape[1] * keys.shape[3],
-        scale=scale,
-        mask=mask,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    tokens = table.shape[1] * keys.shape[3]
+    a = Attention(query, 0, tokens, scale, mask, causal, window, softcap, sinks)
+    out, _ = launch.attend(LayerBlocks(keys[:, layer], values[:, layer], table), a, lengths)
     return out
 
 
 @attend.register_fake
-def _(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layer: int,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
     batch, q_heads, q_tokens, _ = query.shape
     return query.new_empty(batch, q_tokens, q_heads, values.shape[4])
 

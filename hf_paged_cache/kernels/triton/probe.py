@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hf_paged_cache.kernels import reference
@@ -27,14 +29,13 @@ def failure(device: torch.device) -> str | None:
         torch.randn(1, _HEADS, tokens, _DIM, generator=g).bfloat16() for tokens in (_TOKENS, _TOKENS, 1)
     )
     table = torch.tensor([[1, 0]], dtype=torch.int32)
-    here = _blocks(table)
+    here, there = _blocks(table), _blocks(table.to(device))
+    a = Attention(query, 0, _TOKENS, _DIM**-0.5)
     reference.write(here, keys, values, 0)
-    want, _ = reference.decode(here, Attention(query, 0, _TOKENS, _DIM**-0.5), return_lse=True)
-    there = _blocks(table.to(device))
+    want, _ = reference.decode(here, a, return_lse=True)
     lengths = torch.full((1,), _TOKENS, dtype=torch.int32, device=device)
-    stored = there.keys, there.values, there.table, lengths
-    launch.write(*stored, keys.to(device), values.to(device))
-    got, _ = launch.attend(query.to(device), *stored, tokens=_TOKENS, scale=_DIM**-0.5, splits=1)
+    launch.write(there, lengths, keys.to(device), values.to(device))
+    got, _ = launch.attend(there, replace(a, query=query.to(device)), lengths, splits=1)
     error = (got.float().cpu() - want.float()).square().mean().sqrt() / want.float().square().mean().sqrt()
     if not error <= _TOLERANCE:  # NaN is no answer either
         return f"a first attention there is off by {error:.1e} of what it should be."

@@ -1,4 +1,4 @@
-"""What a launch of an attention kernel is asked, and how tensors are made ready for launches."""
+"""An attention call as kernels take it, and how tensors are made ready for launches."""
 
 from __future__ import annotations
 
@@ -9,103 +9,83 @@ from typing import Any
 
 import torch
 
+from hf_paged_cache.kernels.call import Attention, LayerBlocks
+
 from .tiles import Tile
-from .variants import INTERPRETED, attend_constants, mask_kind
+from .variants import INTERPRETED, Layout, Rules, attend_constants, mask_kind
 
 _INTERPRETED_PROCESSORS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """Arguments of `launch.attend` that do not depend on how blocks are stored, as kernels take them.
+    """What one call of `launch.attend` asks, the same for all launches that answer it.
 
     Attributes:
-        query: `[batch, q_heads, q_tokens, head_dim]`, last dimension contiguous.
-        table: int32 `[batch, columns]`.
-        lengths: int32 `[batch]`.
-        offsets: None, or int32 `[batch]`.
-        start: First column attended.
-        back: Columns at the end of each row that are left out.
-        scale: Factor on q·k.
+        blocks: Whose table and offsets are read.
+        a: What is asked of them.
+        query: Of `a`, last dimension contiguous.
         mask: None, or what `mask_of` returns.
         mask_rows: The same.
-        causal: As in `Attention`, as all that follow.
-        window: See there.
-        softcap: See there.
-        sinks: See there.
-        queries_are_last: See there.
+        lengths: int32 `[batch]`, columns of each row, those before it begins included.
+        back: Columns at the end of each row that are left out.
     """
 
+    blocks: LayerBlocks
+    a: Attention
     query: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
-    offsets: torch.Tensor | None
-    start: int
-    back: int
-    scale: float
     mask: torch.Tensor | None
     mask_rows: bool
-    causal: bool
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-    queries_are_last: bool
+    lengths: torch.Tensor
+    back: int
 
-    def rules(self, kv_heads: int) -> dict[str, Any]:
-        """Arguments that the functions for compile-time arguments share."""
+    def constants(self, layout: Layout) -> tuple[dict[str, Any], Tile]:
+        """Compile-time arguments of `attend_kernel`; the device must be the current one."""
         _, q_heads, q_tokens, _ = self.query.shape
-        return {
-            "device": self.query.device,
-            "rows": q_tokens * (q_heads // kv_heads),
-            "kv_heads": kv_heads,
-            "group": q_heads // kv_heads,
-            "causal": self.causal,
-            "window": self.window is not None,
-            "softcap": self.softcap is not None,
-            "sinks": self.sinks is not None,
-            "mask": mask_kind(self.mask),
-            "mask_rows": self.mask_rows,
-        }
-
-    def constants(
-        self, keys: torch.Tensor, values: torch.Tensor, block_size: int
-    ) -> tuple[dict[str, Any], Tile]:
-        """Of `attend_kernel`; the device must be the current one."""
+        kv_heads = self.blocks.keys.shape[1]
         return attend_constants(
-            dtype=keys.dtype,
-            head_dim=keys.shape[3],
-            v_head_dim=values.shape[3],
-            block_size=block_size,
-            k_stride_t=keys.stride(2),
-            v_stride_t=values.stride(2),
-            **self.rules(keys.shape[1]),
+            device=self.query.device,
+            dtype=self.query.dtype,
+            layout=layout,
+            queries=q_tokens * (q_heads // kv_heads),
+            kv_heads=kv_heads,
+            group=q_heads // kv_heads,
+            rules=Rules(
+                causal=self.a.causal,
+                window=self.a.window is not None,
+                softcap=self.a.softcap is not None,
+                sinks=self.a.sinks is not None,
+                mask=mask_kind(self.mask),
+                mask_rows=self.mask_rows,
+            ),
         )
 
-    def programs(self, kv_heads: int, tile: Tile) -> int:
+    def programs(self, tile: Tile) -> int:
         """Programs without splits."""
         batch, q_heads, q_tokens, _ = self.query.shape
+        kv_heads = self.blocks.keys.shape[1]
         return batch * kv_heads * -(-q_tokens * (q_heads // kv_heads) // tile.queries)
 
-    def seen(self, tokens: int) -> int:
-        """The most tokens of a row, out of so many, that are attended."""
-        if self.window is None:
-            return tokens - self.start
-        return min(tokens - self.start, self.window + self.query.shape[2])
+    @property
+    def tokens_in_reach(self) -> int:
+        """The most tokens of a row that are attended."""
+        tokens = self.a.end - self.a.start
+        return tokens if self.a.window is None else min(tokens, self.a.window + self.query.shape[2])
 
     def numbers(self, splits: int) -> tuple[Any, ...]:
-        """Arguments at the end of all attention kernels, from the mask's strides on."""
+        """Arguments at the end of those of `attend_kernel`, from the mask's strides on."""
         batch, q_heads, q_tokens, _ = self.query.shape
         return (
             *((0, 0, 0, 0) if self.mask is None else self.mask.stride()),
             q_tokens,
             splits,
             batch * q_heads * q_tokens,
-            self.start,
+            self.a.start,
             self.back,
-            -q_tokens if self.queries_are_last else 0,
-            self.window or 0,
-            self.scale,
-            self.softcap or 0.0,
+            -q_tokens if self.a.queries_are_last else 0,
+            self.a.window or 0,
+            self.a.scale,
+            self.a.softcap or 0.0,
         )
 
     @property
@@ -123,12 +103,8 @@ class Question:
             self.query.new_empty(batch, q_heads, q_tokens, dtype=torch.float32),
         )
 
-    def rounded(self, out: torch.Tensor) -> torch.Tensor:
-        """The output in the query's dtype."""
-        return out.to(self.query.dtype) if INTERPRETED else out
-
     def scratch(self, splits: int, v_head_dim: int) -> torch.Tensor:
-        """Memory for what splits leave: see `softmax.part_pointers`."""
+        """Memory for what splits leave: see `online_softmax.part_pointers`."""
         batch, q_heads, q_tokens, _ = self.query.shape
         rows = splits * batch * q_heads * q_tokens
         return self.query.new_empty(rows * (v_head_dim + 2), dtype=torch.float32)

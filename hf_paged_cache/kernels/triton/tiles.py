@@ -70,7 +70,7 @@ def power_of_two(number: int) -> int:
 
 def choose_tile(
     *,
-    rows: int,
+    queries: int,
     head_dim: int,
     v_head_dim: int,
     itemsize: int,
@@ -78,60 +78,36 @@ def choose_tile(
     is_masked: bool,
     mask_rows: bool,
     generation: Generation,
+    code_bits: tuple[int, int] | None = None,
 ) -> Tile:
-    """The tile for so many rows (query tokens x head group).
+    """The tile for so many queries (query tokens x head group).
 
-    The limits are those of registers and shared memory: `python -m dev.aot` shows both.
+    The limits are those of registers and shared memory: `python -m dev.aot` shows both. `code_bits` are those
+    of a code of K and of V, where K and V are quantized.
     """
     token_bytes = (padded(head_dim) + padded(v_head_dim)) * itemsize
     is_wide = max(head_dim, v_head_dim) > 128
     is_odd = (head_dim * itemsize) % 16 != 0 or (v_head_dim * itemsize) % 16 != 0
-    queries, tokens, warps, precision = min(64, padded(rows)), 64, 4, "ieee"
+    most, tokens, warps, precision = min(64, padded(queries)), 64, 4, "ieee"
     if generation == "amd":
-        tokens = 32 if queries < 64 or token_bytes < 512 else 16
+        tokens = 32 if most < 64 or token_bytes < 512 else 16
     elif itemsize == 4:
         # No matrix unit takes float32 as it is, and the parts that wide queries fall into overflow registers.
-        queries, tokens, precision = 16, 16, "ieee" if is_wide else "tf32x3"
-    elif queries > 16 and (is_wide or is_odd or mask_rows):
+        most, tokens, precision = 16, 16, "ieee" if is_wide else "tf32x3"
+    elif most > 16 and (is_wide or is_odd or mask_rows):
         tokens = 32
         if is_odd or (is_wide and generation == "ampere"):
-            queries = 32
-        warps = 8 if mask_rows or queries == 64 else 4
-    elif queries > 16 and (is_masked or generation == "ampere"):
+            most = 32
+        warps = 8 if mask_rows or most == 64 else 4
+    elif most > 16 and (is_masked or generation == "ampere"):
         tokens = 32
     tokens = min(tokens, block_size, max(16, power_of_two(_TILE_BYTES // token_bytes + 1) // 2))
     buffers = max(2, min(_MOST_BUFFERS, _BUFFER_BYTES // (tokens * token_bytes)))
-    stages = 2 if generation == "amd" else buffers + 1
-    return Tile(queries, tokens, warps, stages, precision)
+    tile = Tile(most, tokens, warps, 2 if generation == "amd" else buffers + 1, precision)
+    if code_bits is None:
+        return tile
 
-
-def choose_record_tile(
-    *,
-    rows: int,
-    head_dim: int,
-    v_head_dim: int,
-    itemsize: int,
-    code_bits: tuple[int, int],
-    block_size: int,
-    is_masked: bool,
-    mask_rows: bool,
-    generation: Generation,
-) -> Tile:
-    """The tile where K and V are read from records; `code_bits` are those of a code of K and of V.
-
-    Codes take fewer bytes in flight than what they become, so that there are more tiles of them.
-    """
-    tile = choose_tile(
-        rows=rows,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        itemsize=itemsize,
-        block_size=block_size,
-        is_masked=is_masked,
-        mask_rows=mask_rows,
-        generation=generation,
-    )
-    is_wide = max(head_dim, v_head_dim) > 128
+    # Codes take fewer bytes in flight than what they become, so that there are more tiles of them.
     if min(code_bits) == 4 and tile.queries > 16:
         # Unpacking nibbles takes registers, and so do zeros of channels and of tokens.
         tokens = min(block_size, 32 if is_wide or is_masked else 64)

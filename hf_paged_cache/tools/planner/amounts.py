@@ -26,15 +26,7 @@ SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def as_bytes(argument: str, value: object) -> int:
-    """Bytes meant by a number of them, or a string with a unit.
-
-    Args:
-        argument: Its name, for messages.
-        value: `24 * 2**30`, `"24GiB"` (2**30 bytes each) or `"24GB"` (10**9).
-
-    Raises:
-        PagedCacheError: It is neither, or negative.
-    """
+    """Bytes, of a number of them or of a string like "24GiB" (2**30 bytes each) and "24GB" (10**9)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -48,11 +40,7 @@ def as_bytes(argument: str, value: object) -> int:
 
 
 def as_dtype(argument: str, value: object) -> torch.dtype:
-    """A dtype that K and V can have.
-
-    Raises:
-        PagedCacheError: It is none of them.
-    """
+    """A dtype that K and V can have, from itself or its name."""
     found = DTYPES.get(SHORT_DTYPES.get(value, value)) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         raise PagedCacheError(f"{argument} must be one of {', '.join(DTYPES)}, got {value!r}")

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from hf_paged_cache.config import (
-    KV_CACHE_DTYPES,
-    LAYER_DTYPES,
-    KVCacheDtype,
-    LayerDtype,
-    PagedCacheConfig,
-    own_name,
-)
+from hf_paged_cache.cache.paged_cache import PagedCache
+from hf_paged_cache.config import KV_CACHE_DTYPES, LAYER_DTYPES, PagedCacheConfig, own_name
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE, FORMATS
 from hf_paged_cache.host import architectures, compat
 
 from .amounts import DTYPES, SHORT_DTYPES, as_bytes, as_dtype, shown
-from .forward import StoredShapes, shapes_of_config, stored_shapes
-from .limits import MOST, Limits
-from .plan import MemoryPlan
-from .pools import PoolSizes, pool_sizes
+from .format_sizes import MOST, FormatSizes
+from .memory_plan import MemoryPlan
+from .stored_shapes import StoredShapes, shapes_of_config, shapes_of_model
+
+if TYPE_CHECKING:
+    from hf_paged_cache.config import KVCacheDtype, LayerDtype
 
 
 def plan_memory(
@@ -90,27 +87,36 @@ def plan_memory(
             f"{config.model_type!r} is an encoder-decoder, whose cache also holds K and V of the source; "
             "plans are for decoders alone. Make the caches and ask their `memory_footprint()`"
         )
-    notes = []
-    kept, is_guess = _dtype_of(config, model, dtype)
-    if is_guess:
-        notes.append("the config names no dtype: bfloat16 is taken for granted")
-    stored = shapes_of_config(config, kept) if model is None else stored_shapes(model, kept)
-    settings = {
+    kept = _dtype_of(config, model, dtype)
+    is_guess = kept is None
+    kept = kept or torch.bfloat16
+    stored = shapes_of_config(config, kept) if model is None else shapes_of_model(model, kept)
+    settings: dict[str, Any] = {
         "block_size": block_size,
         "group_size": group_size,
         "layer_dtypes": layer_dtypes,
         "residual_length": residual_length,
         "sink_tokens": sink_tokens,
     }
-    # The one that was asked for says what is wrong with a setting.
-    asked = PoolSizes(config, stored, {**settings, "kv_cache_dtype": kv_cache_dtype}, context)
-    sizes: dict[str, PoolSizes | str] = {
-        name: asked
-        if name == kv_cache_dtype
-        else pool_sizes(config, stored, {**settings, "kv_cache_dtype": name}, context)
-        for name in dict.fromkeys((*LAYER_DTYPES, kv_cache_dtype))
-    }
-    weight_bytes = _weight_bytes(weights, config, model, stored, is_needed=memory_bytes is not None)
+    sizes: dict[str, FormatSizes] = {}
+    refused: dict[str, str] = {}
+    for name in dict.fromkeys((*LAYER_DTYPES, kv_cache_dtype)):
+        try:
+            own_config = copy.deepcopy(config)  # the caller's stays as it was
+            cache = PagedCache(own_config, max_tokens=1, kv_cache_dtype=name, **settings)
+            sizes[name] = FormatSizes(cache, stored, context)
+        except PagedCacheError as error:
+            if name == kv_cache_dtype:
+                raise
+            refused[name] = str(error)
+    weight_bytes = _weight_bytes(weights, stored)
+    if weights is None and model is None and getattr(config, "quantization_config", None) is not None:
+        if memory is not None:
+            raise PagedCacheError(
+                "the config says that its weights are quantized, and not how many bytes they take: pass them "
+                "as weights='...GB' (the size of the checkpoint's files)"
+            )
+        weight_bytes = None
     budget = None if memory_bytes is None else memory_bytes - (weight_bytes or 0)
     max_positions = architectures.max_positions(config)
     if max_positions is not None and context > max_positions:
@@ -131,19 +137,14 @@ def plan_memory(
         max_positions=max_positions,
         memory_bytes=memory_bytes,
         weight_bytes=weight_bytes,
-        formats=tuple(
-            Limits(found, stored, block_size).plan(name, context, batch, budget)
-            for name, found in sizes.items()
-            if isinstance(found, PoolSizes)
-        ),
-        refused={name: why for name, why in sizes.items() if isinstance(why, str)},
-        notes=(*notes, *_notes_on_format(kv_cache_dtype, context), *_notes(config, stored)),
+        formats=tuple(size.plan(context, batch, budget) for size in sizes.values()),
+        refused=refused,
+        notes=tuple(_notes(kv_cache_dtype, context, config, stored, is_guess=is_guess)),
     )
 
 
 def _check_counts(context: int, batch: int, kv_cache_dtype: str) -> None:
-    for name, value in (("context", context), ("batch", batch)):
-        unit = "tokens" if name == "context" else "rows"
+    for name, unit, value in (("context", "tokens", context), ("batch", "rows", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
             raise PagedCacheError(f"{name} must be a positive number of {unit}, got {value!r}")
     if kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -152,79 +153,51 @@ def _check_counts(context: int, batch: int, kv_cache_dtype: str) -> None:
         )
 
 
-def _dtype_of(
-    config: PreTrainedConfig, model: Any, asked: str | torch.dtype | None
-) -> tuple[torch.dtype, bool]:
-    """The dtype of K and V, and whether nobody has said it."""
-    if asked is not None:
-        return as_dtype("dtype", asked), False
-    named = None
-    if model is not None:
-        named = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+def _dtype_of(config: PreTrainedConfig, model: Any, asked: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype of K and V; None if nothing names it."""
+    if asked is None and model is not None:
+        asked = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     for holder in (config, config.get_text_config(decoder=True)):
-        named = named or getattr(holder, "dtype", None)
-    if named is None:
-        return torch.bfloat16, True
-    return as_dtype("dtype", named), False
+        asked = getattr(holder, "dtype", None) if asked is None else asked
+    return None if asked is None else as_dtype("dtype", asked)
 
 
-def _weight_bytes(
-    weights: int | str | torch.dtype | None,
-    config: PreTrainedConfig,
-    model: Any,
-    stored: StoredShapes,
-    *,
-    is_needed: bool,
-) -> int | None:
-    if isinstance(weights, torch.dtype):
-        return stored.weights * weights.itemsize
-    if isinstance(weights, str) and (name := SHORT_DTYPES.get(weights, weights)) in DTYPES:
-        return stored.weights * DTYPES[name].itemsize
-    if weights is not None:
-        return as_bytes("weights", weights)
-    if model is None and getattr(config, "quantization_config", None) is not None:
-        if is_needed:
-            raise PagedCacheError(
-                "the config says that its weights are quantized, and not how many bytes they take: pass them "
-                "as weights='...GB' (the size of the checkpoint's files)"
-            )
-        return None
-    return stored.weight_bytes
+def _weight_bytes(weights: int | str | torch.dtype | None, stored: StoredShapes) -> int | None:
+    """Bytes that are given, or follow from a dtype that is given; without either those of the parameters."""
+    named = DTYPES.get(SHORT_DTYPES.get(weights, weights)) if isinstance(weights, str) else weights
+    if isinstance(named, torch.dtype):
+        return stored.weights * named.itemsize
+    return stored.weight_bytes if weights is None else as_bytes("weights", weights)
 
 
-def _notes_on_format(kv_cache_dtype: str, context: int) -> list[str]:
-    found = []
+def _notes(
+    kv_cache_dtype: str, context: int, config: PreTrainedConfig, stored: StoredShapes, *, is_guess: bool
+) -> Iterator[str]:
+    if is_guess:
+        yield "the config names no dtype: bfloat16 is taken for granted"
     if kv_cache_dtype == "adaptive":
         longest = PagedCacheConfig().adaptive_threshold
         kv_cache_dtype = "int4" if context <= longest else "int8"
-        found.append(
+        yield (
             f"adaptive is planned as {kv_cache_dtype}, at all lengths: it is int4 for prompts of up to "
             f"{longest} tokens and int8 for longer ones"
         )
     if kv_cache_dtype in FORMATS and FORMATS[kv_cache_dtype].keys.bits <= 4:
-        found.append(
-            "the guard may store K of some layers in int8, which takes more; key_error_guard='off' does not"
-        )
-    return found
-
-
-def _notes(config: PreTrainedConfig, stored: StoredShapes) -> list[str]:
-    found = []
+        yield "the guard may store K of some layers in int8, which takes more; key_error_guard='off' does not"
     if stored.own_tokens:
-        found.append(f"the model puts {stored.own_tokens} tokens of its own into every row; they are counted")
+        yield f"the model puts {stored.own_tokens} tokens of its own into every row; they are counted"
     if stored.state_bytes:
-        found.append(f"states of {shown(stored.state_bytes)} per row lie beside the blocks; they are counted")
+        yield f"states of {shown(stored.state_bytes)} per row lie beside the blocks; they are counted"
     if stored.state_token_bytes:
-        found.append(f"an indexer keeps {stored.state_token_bytes} bytes per token; they are counted")
-    if any(spec.window is not None for spec, _ in architectures.layer_specs(config)):
-        found.append(
+        yield f"an indexer keeps {stored.state_token_bytes} bytes per token; they are counted"
+    specs = architectures.layer_specs(config)
+    if any(spec.window is not None for spec, _ in specs):
+        yield (
             "layers with a window hold one window a row; tokens that come several at a time after it is full "
             "take what they need beside it until the next step of one token"
         )
     if architectures.has_outside_state(config):
-        found.append("the model keeps a recurrent state in itself; it is not counted")
-    layers = len(architectures.layer_specs(config))
-    fixed = sorted(index for index in architectures.fixed_layers(config) if index < layers)
+        yield "the model keeps a recurrent state in itself; it is not counted"
+    fixed = sorted(index for index in architectures.fixed_layers(config) if index < len(specs))
     if fixed:
-        found.append(f"layers {', '.join(map(str, fixed))} keep K and V of images; those are not counted")
-    return found
+        yield f"layers {', '.join(map(str, fixed))} keep K and V of images; those are not counted"

@@ -1,4 +1,4 @@
-"""What a cache format does to a model, layer by layer, against full precision on the same tokens.
+"""A profile of what a format does to a model, layer by layer, against full precision on the same tokens.
 
 `profile_cache` measures. The `CacheProfile` that it returns is plain data that prints, saves and draws
 itself, names the worst layers, and proposes which of them to store better.
@@ -6,8 +6,8 @@ itself, names the worst layers, and proposes which of them to store better.
 
 from __future__ import annotations
 
-from .report import CacheProfile, Errors, LayerErrors, StepErrors
-from .run import profile_cache
-from .suggest import Suggestion
+from .cache_profile import CacheProfile, Suggestion
+from .profiling import profile_cache
+from .step_errors import Errors, LayerErrors, StepErrors
 
 __all__ = ["CacheProfile", "Errors", "LayerErrors", "StepErrors", "Suggestion", "profile_cache"]

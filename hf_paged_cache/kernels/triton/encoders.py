@@ -1,4 +1,4 @@
-"""How values become codes and parameters: one small function for each format.
+"""How values become codes and parameters: one small function for each codec.
 
 Steps are those of `formats`, in the same order. Arguments of all `store_*`:
   x: float32 `[R, D]`, rows that are tokens, zero beyond the head dim.
@@ -6,6 +6,7 @@ Steps are those of `formats`, in the same order. Arguments of all `store_*`:
   codes_ptr, params_ptr: where codes and parameters of the record begin; `[R]` where rows lie in several.
   slot: of the row in its block; `[R]` where rows differ.
   scale, zero: of the block, from the `block_params_*` of the format; others ignore them.
+  SIDE: a `variants.Side`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rotation import rotate
+from .hadamard import rotate
 
 LARGEST_VALUE: tl.constexpr = tl.constexpr(65504.0)
 """As in `formats`."""
@@ -103,43 +104,19 @@ def _store_params(params_ptr, slot, params, keep):
 
 
 @triton.jit
-def store_int8_token(
-    x,
-    keep,
-    codes_ptr,
-    params_ptr,
-    slot,
-    scale,
-    zero,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):
+def store_int8_token(x, keep, codes_ptr, params_ptr, slot, scale, zero, SIDE: tl.constexpr):
     """Rotated int8, a scale a token."""
-    if STEPS > 0:
-        x = rotate(x, STEPS)
+    if SIDE.steps > 0:
+        x = rotate(x, SIDE.steps)
     scale = _scale_up(tl.div_rn(tl.max(tl.abs(x), 1), 127.0))
     scaled = x * _inverse(scale)[:, None]
     codes = _rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0))
-    _store_bytes(codes_ptr, slot, codes, keep, DIM)
+    _store_bytes(codes_ptr, slot, codes, keep, SIDE.dim)
     _store_params(params_ptr, slot, scale, keep)
 
 
 @triton.jit
-def store_fp8_token(
-    x,
-    keep,
-    codes_ptr,
-    params_ptr,
-    slot,
-    scale,
-    zero,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):
+def store_fp8_token(x, keep, codes_ptr, params_ptr, slot, scale, zero, SIDE: tl.constexpr):
     """e4m3, a scale a token."""
     scale = _scale_up(tl.div_rn(tl.max(tl.abs(x), 1), 448.0))
     scaled = x * _inverse(scale)[:, None]
@@ -148,54 +125,32 @@ def store_fp8_token(
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # bias 127 becomes 7
     codes = tl.where(size < 0.015625, _rounded(size * 512.0), normal)  # below 2**-6 steps of 2**-9
     codes = codes | tl.where(scaled.to(tl.int32, bitcast=True) < 0, 0x80, 0)
-    _store_bytes(codes_ptr, slot, codes, keep, DIM)
+    _store_bytes(codes_ptr, slot, codes, keep, SIDE.dim)
     _store_params(params_ptr, slot, scale, keep)
 
 
 @triton.jit
-def store_int4_token(
-    x,
-    keep,
-    codes_ptr,
-    params_ptr,
-    slot,
-    scale,
-    zero,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):
+def store_int4_token(x, keep, codes_ptr, params_ptr, slot, scale, zero, SIDE: tl.constexpr):
     """Rotated nibbles, a scale and a zero a token."""
-    if STEPS > 0:
-        x = rotate(x, STEPS)
-    real = (tl.arange(0, x.shape[1]) < DIM)[None, :]
+    if SIDE.steps > 0:
+        x = rotate(x, SIDE.steps)
+    real = (tl.arange(0, x.shape[1]) < SIDE.dim)[None, :]
     smallest = tl.min(tl.where(real, x, float("inf")), 1)
     largest = tl.max(tl.where(real, x, -float("inf")), 1)
     scale, zero = _scale_and_zero(smallest, largest, 15.0)
-    _store_nibbles(codes_ptr, slot, _codes(x, scale[:, None], zero[:, None], 15.0), keep, DIM)
+    _store_nibbles(codes_ptr, slot, _codes(x, scale[:, None], zero[:, None], 15.0), keep, SIDE.dim)
     _store_params(params_ptr, slot, scale, keep)
-    _store_params(params_ptr + BLOCK_SIZE, slot, zero, keep)
+    _store_params(params_ptr + SIDE.block_size, slot, zero, keep)
 
 
 @triton.jit
-def store_int4_group(
-    x,
-    keep,
-    codes_ptr,
-    params_ptr,
-    slot,
-    scale,
-    zero,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):
+def store_int4_group(x, keep, codes_ptr, params_ptr, slot, scale, zero, SIDE: tl.constexpr):
     """Nibbles, a scale and a zero a group of a token."""
     R: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
-    GROUPS: tl.constexpr = DIM // GROUP_SIZE
+    GROUP_SIZE: tl.constexpr = SIDE.group_size
+    GROUPS: tl.constexpr = SIDE.dim // GROUP_SIZE
+    ZEROS: tl.constexpr = SIDE.block_size * GROUPS
     rows = params_ptr + slot * GROUPS + tl.zeros([R], tl.int32)
     if (GROUP_SIZE & (GROUP_SIZE - 1)) == 0 and GROUP_SIZE <= D:
         G: tl.constexpr = D // GROUP_SIZE
@@ -205,7 +160,7 @@ def store_int4_group(
         codes = tl.reshape(_codes(groups, scale[:, :, None], zero[:, :, None], 15.0), [R, D])
         exists = keep[:, None] & (g[None, :] < GROUPS)
         tl.store(rows[:, None] + g[None, :], scale, mask=exists)
-        tl.store(rows[:, None] + (BLOCK_SIZE * GROUPS + g)[None, :], zero, mask=exists)
+        tl.store(rows[:, None] + (ZEROS + g)[None, :], zero, mask=exists)
     else:
         d = tl.arange(0, D)
         codes = tl.zeros([R, D], tl.int32)
@@ -216,44 +171,20 @@ def store_int4_group(
             scale_g, zero_g = _scale_and_zero(smallest, largest, 15.0)
             codes = tl.where(member, _codes(x, scale_g[:, None], zero_g[:, None], 15.0), codes)
             tl.store(rows + group, scale_g, mask=keep)
-            tl.store(rows + BLOCK_SIZE * GROUPS + group, zero_g, mask=keep)
-    _store_nibbles(codes_ptr, slot, codes, keep, DIM)
+            tl.store(rows + ZEROS + group, zero_g, mask=keep)
+    _store_nibbles(codes_ptr, slot, codes, keep, SIDE.dim)
 
 
 @triton.jit
-def store_int4_channel(
-    x,
-    keep,
-    codes_ptr,
-    params_ptr,
-    slot,
-    scale,
-    zero,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):
+def store_int4_channel(x, keep, codes_ptr, params_ptr, slot, scale, zero, SIDE: tl.constexpr):
     """Nibbles, a scale and a zero a channel of a block."""
-    _store_nibbles(codes_ptr, slot, _codes(x, scale, zero, 15.0), keep, DIM)
+    _store_nibbles(codes_ptr, slot, _codes(x, scale, zero, 15.0), keep, SIDE.dim)
 
 
 @triton.jit
-def store_int8_block(
-    x,
-    keep,
-    codes_ptr,
-    params_ptr,
-    slot,
-    scale,
-    zero,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):
+def store_int8_block(x, keep, codes_ptr, params_ptr, slot, scale, zero, SIDE: tl.constexpr):
     """Bytes, a scale and a zero a block."""
-    _store_bytes(codes_ptr, slot, _codes(x, scale, zero, 255.0), keep, DIM)
+    _store_bytes(codes_ptr, slot, _codes(x, scale, zero, 255.0), keep, SIDE.dim)
 
 
 # Parameters of whole blocks: from the smallest and the largest values `[R, D]` among every R-th token,

@@ -1,4 +1,4 @@
-"""What the attention kernels do alike: ranges of tokens, masks, the online softmax, and what they leave."""
+"""Parts of the attention kernel: ranges of tokens, masks, the online softmax, and what is left in memory."""
 
 from __future__ import annotations
 
@@ -50,45 +50,42 @@ def stored_range(lengths_ptr, offsets_ptr, b, start, back, PADDED: tl.constexpr)
 
 
 @triton.jit
-def tokens_in_sight(start, end, first_query, last_query, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def tokens_in_sight(start, end, first_query, last_query, window, RULES: tl.constexpr):
     """The tokens that queries at positions `[first_query, last_query]` may see of `[start, end)`."""
     low, high = start, end
-    if WINDOW:
+    if RULES.window:
         low = tl.maximum(low, first_query - window + 1)
-    if CAUSAL:
+    if RULES.causal:
         high = tl.minimum(high, last_query + 1)
     return low, high
 
 
 @triton.jit
-def hide(
+def masked_scores(
     score,
     visible,
     token,
     position,
-    given,
+    tile_mask,  # [N], the mask where it is the same for all queries
     mask_ptr,
     mask_offsets,
     mask_columns,
     window,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
+    RULES: tl.constexpr,
 ):
-    """The scores `[M, N]` with the mask, -inf where hidden, and what is visible."""
-    if CAUSAL:
+    """The scores `[M, N]` with the mask, -inf where a query does not see a token, and what is visible."""
+    if RULES.causal:
         visible = visible & (token[None, :] <= position[:, None])
-    if WINDOW:
+    if RULES.window:
         visible = visible & (token[None, :] > position[:, None] - window)
-    if MASK != NO_MASK:
-        if MASK_ROWS:
-            given = tl.load(mask_ptr + mask_offsets[:, None] + mask_columns[None, :], mask=visible, other=0)
-            visible = visible & (given != (0 if MASK == BOOL_MASK else -float("inf")))
-            if MASK == ADDITIVE_MASK:
-                score = score + given.to(tl.float32)
-        elif MASK == ADDITIVE_MASK:
-            score = score + given.to(tl.float32)[None, :]
+    if RULES.mask != NO_MASK:
+        if RULES.mask_rows:
+            mask = tl.load(mask_ptr + mask_offsets[:, None] + mask_columns[None, :], mask=visible, other=0)
+            visible = visible & (mask != (0 if RULES.mask == BOOL_MASK else -float("inf")))
+            if RULES.mask == ADDITIVE_MASK:
+                score = score + mask.to(tl.float32)
+        elif RULES.mask == ADDITIVE_MASK:
+            score = score + tile_mask.to(tl.float32)[None, :]
     return tl.where(visible, score, -float("inf")), visible
 
 
@@ -99,7 +96,7 @@ def soft_capped(score, softcap):
 
 
 @triton.jit
-def weigh(score, row_max, row_sum):
+def online_update(score, row_max, row_sum):
     """A step of the online softmax: weights, the new maxima and sums, and the factor of what came before."""
     new_max = tl.maximum(row_max, tl.max(score, 1))
     base = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -110,26 +107,15 @@ def weigh(score, row_max, row_sum):
 
 
 @triton.jit
-def store_part(
-    part_ptr,
-    acc,
-    row_max,
-    row_sum,
-    row,
-    is_query,
-    splits,
-    part_rows,
-    V_HEAD_DIM: tl.constexpr,
-    E: tl.constexpr,
-):
+def store_part(part_ptr, acc, row_max, row_sum, row, is_query, splits, part_rows, V: tl.constexpr):
     """Leave sums for the merge, at rows `[M]`."""
-    e = tl.arange(0, E)
-    part_max_ptr, part_sum_ptr = part_pointers(part_ptr, splits, part_rows, V_HEAD_DIM)
+    e = tl.arange(0, V.padded)
+    part_max_ptr, part_sum_ptr = part_pointers(part_ptr, splits, part_rows, V.dim)
     tl.store(part_max_ptr + row, row_max, mask=is_query)
     tl.store(part_sum_ptr + row, row_sum, mask=is_query)
     written = is_query & (row_sum != 0.0)
-    is_value = e[None, :] < V_HEAD_DIM
-    tl.store(part_ptr + row[:, None] * V_HEAD_DIM + e[None, :], acc, mask=written[:, None] & is_value)
+    is_value = e[None, :] < V.dim
+    tl.store(part_ptr + row[:, None] * V.dim + e[None, :], acc, mask=written[:, None] & is_value)
 
 
 @triton.jit
@@ -146,13 +132,12 @@ def store_answer(
     q_tokens,
     is_query,
     Q_HEADS: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    E: tl.constexpr,
-    SINKS: tl.constexpr,
+    V: tl.constexpr,
+    RULES: tl.constexpr,
 ):
     """Divide sums by weights, sinks included, and store them and the log-sum-exp."""
-    e = tl.arange(0, E)
-    if SINKS:
+    e = tl.arange(0, V.padded)
+    if RULES.sinks:
         sink = tl.load(sinks_ptr + q_head).to(tl.float32)
         new_max = tl.maximum(row_max, sink)
         shrink = tl.exp2((row_max - new_max) * LOG2E)
@@ -164,9 +149,9 @@ def store_answer(
     lse = tl.where(nothing, -float("inf"), row_max + tl.log2(row_sum) / LOG2E)
     out_row = (b.to(tl.int64) * q_tokens + query_index) * Q_HEADS + q_head
     tl.store(
-        out_ptr + out_row[:, None] * V_HEAD_DIM + e[None, :],
+        out_ptr + out_row[:, None] * V.dim + e[None, :],
         out.to(out_ptr.dtype.element_ty),
-        mask=is_query[:, None] & (e[None, :] < V_HEAD_DIM),
+        mask=is_query[:, None] & (e[None, :] < V.dim),
     )
     row = b * Q_HEADS + q_head
     tl.store(lse_ptr + row.to(tl.int64) * q_tokens + query_index, lse, mask=is_query)

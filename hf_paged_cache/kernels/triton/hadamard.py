@@ -1,4 +1,4 @@
-"""The rotation of `formats.rotation` on tiles in registers.
+"""The rotation of `formats.rotation` (a Hadamard transform) on tiles in registers.
 
 Each step takes pairs of neighbours apart and puts their sums before their differences. So channels change
 places: the lowest bit of their number becomes the highest. After a step for each bit all are back.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import PagedCache
-from hf_paged_cache.display.plots.units import byte_unit
+from hf_paged_cache.display.figures import byte_unit
 from hf_paged_cache.errors import PagedCacheError
 from tests.support.models import shared_model
 from tests.support.quantized import BLOCK, cache_of, feed, ids

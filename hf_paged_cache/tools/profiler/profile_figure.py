@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_paged_cache.display.plots import new_figure
+from hf_paged_cache.display.figures import new_figure
 
 if TYPE_CHECKING:
-    from .report import CacheProfile, StepErrors
+    from matplotlib.figure import Figure
+
+    from .step_errors import StepErrors
 
 _WIDTH_INCHES = 10.0
 _INCHES_PER_LAYER = 0.2
@@ -17,23 +19,17 @@ _LEAST_LAYERS = 12
 _OWN, _TOTAL = "#d1495b", "#8ecae6"
 
 
-def draw(profile: CacheProfile, step: StepErrors, path: Path) -> Path:
-    """Write the picture of one measured step; see `CacheProfile.plot`."""
+def profile_figure(title: str, step: StepErrors, kl_by_step: Sequence[float]) -> Figure:
+    """The errors of a measured step by layer and head, and KL over all steps."""
     height = _INCHES_AROUND + _INCHES_PER_LAYER * max(_LEAST_LAYERS, len(step.layers))
     figure = new_figure(_WIDTH_INCHES, height, instead="`table()`")
     grid = figure.add_gridspec(2, 2, height_ratios=(height - 2.7, 2.0))
     heat = figure.add_subplot(grid[0, 0])
     _draw_heads(figure, heat, step)
     _draw_layers(figure.add_subplot(grid[0, 1], sharey=heat), step)
-    _draw_kl(figure.add_subplot(grid[1, :]), profile)
-    figure.suptitle(
-        f"{profile.kv_cache_dtype} cache of {profile.model_type}: attention output after {step.step} decode "
-        "steps, against full precision",
-        fontsize="medium",
-        parse_math=False,
-    )
-    figure.savefig(path)
-    return path
+    _draw_kl(figure.add_subplot(grid[1, :]), kl_by_step)
+    figure.suptitle(title, fontsize="medium", parse_math=False)
+    return figure
 
 
 def _draw_heads(figure: Any, axes: Any, step: StepErrors) -> None:
@@ -67,10 +63,10 @@ def _draw_layers(axes: Any, step: StepErrors) -> None:
     axes.legend(fontsize="small", loc="best")
 
 
-def _draw_kl(axes: Any, profile: CacheProfile) -> None:
-    kls = profile.kl_by_step
+def _draw_kl(axes: Any, kls: Sequence[float]) -> None:
+    mean = sum(kls) / len(kls)
     axes.plot(range(1, len(kls) + 1), kls, color=_OWN, linewidth=1.2, marker="." if len(kls) < 30 else None)
-    axes.axhline(profile.kl, color="grey", linestyle="--", linewidth=1.0, label=f"mean {profile.kl:.2e}")
+    axes.axhline(mean, color="grey", linestyle="--", linewidth=1.0, label=f"mean {mean:.2e}")
     if min(kls) > 0:
         axes.set_yscale("log")
     axes.set(xlabel="decode step", ylabel="KL (nats)", title="next token: KL(full precision || format)")

@@ -1,43 +1,32 @@
-"""What a model stores of a token, seen in a forward and not read from its config.
+"""Shapes and bytes that a model stores of a token, seen in a forward and not read from its config.
 
 Configs do not say it: latent attention stores one narrow head where its config has many wide ones, V may be
-narrower than K, and some layers share the K and V of others.
+narrower than K, and some layers share the K and V of others. Of a config a skeleton is made, a model on the
+meta device, where tensors have a shape and no content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+import transformers
+from torch.fx.experimental import _config as _meta_settings
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.host import architectures, compat
-
-from .skeleton import first_line, quiet, skeleton, without_content
+from hf_paged_cache.store.pool_tensors import PoolShape
 
 _REMEMBERED = 32
 _INSTEAD = "make the cache and ask its `memory_footprint()`"
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """What one layer stores of a token in one row.
-
-    Attributes:
-        kv_heads: Heads of K and V.
-        head_dim: Of K.
-        v_head_dim: Of V.
-        dtype: Of both.
-    """
-
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
+_SKELETON_DTYPE = torch.bfloat16
+"""Some kernels for experts take no other dtype on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +34,7 @@ class StoredShapes:
     """What a cache holds of a model.
 
     Attributes:
-        layers: Layer index -> what it stores of a token, in the order in which a forward writes.
+        layers: Layer index -> heads, dims and dtype of K and V, in the order in which a forward writes.
         state_bytes: Of one row, whatever its length: states of linear attention and convolutions.
         state_token_bytes: Of one row and token, outside the blocks: keys of indexers.
         own_tokens: Tokens that the model puts into every row beside those it is given.
@@ -53,7 +42,7 @@ class StoredShapes:
         weights: Number of the model's parameters.
     """
 
-    layers: dict[int, KVShape]
+    layers: dict[int, PoolShape]
     state_bytes: int
     state_token_bytes: int
     own_tokens: int
@@ -61,34 +50,23 @@ class StoredShapes:
     weights: int
 
 
-_seen: dict[tuple[type, str, torch.dtype], StoredShapes] = {}
+_known: dict[tuple[type, str, torch.dtype], StoredShapes] = {}
 
 
 def shapes_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> StoredShapes:
-    """What a model of that config and dtype stores; remembered, since a forward takes a second or more.
-
-    Raises:
-        PagedCacheError: There is no such model, or it cannot be looked into.
-        UnsupportedLayerError: As in `stored_shapes`.
-    """
+    """What a model of that config and dtype stores; remembered, since a forward takes a second or more."""
     key = type(config), config.to_json_string(use_diff=False), dtype
-    if key not in _seen:
-        if len(_seen) >= _REMEMBERED:
-            _seen.clear()
-        _seen[key] = stored_shapes(skeleton(config), dtype)
-    return _seen[key]
+    if key not in _known:
+        if len(_known) >= _REMEMBERED:
+            _known.clear()
+        _known[key] = shapes_of_model(_skeleton(config), dtype)
+    return _known[key]
 
 
-def stored_shapes(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
-    """Run a token or two through a model, and see what it stores.
+def shapes_of_model(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
+    """Run a token or two through a model or skeleton, and see what it stores.
 
-    Args:
-        model: A real one, or a skeleton.
-        dtype: Counts for the model's own dtype; tensors that the model keeps in another one stay as they are.
-
-    Raises:
-        PagedCacheError: The forward fails, or counts tokens in a way of its own.
-        UnsupportedLayerError: The cache has layers whose bytes depend on more than the number of tokens.
+    The dtype counts for the model's own; tensors that the model keeps in another one stay as they are.
     """
     config: Any = model.config
     architectures.layer_specs(config)  # refuses what PagedCache does, before a forward fails
@@ -103,13 +81,13 @@ def stored_shapes(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
 
     cache = _feed(model, 1)
     _check_kinds(config, cache)
+    stored_tokens = next((keys.shape[2] for keys, _ in cache.written.values()), 1)  # of the one that was fed
     states = nbytes(_states(cache))
     grows = any(hasattr(layer, "indexer_keys") for layer in cache.layers)
     per_token = nbytes(_states(_feed(model, 2))) - states if grows else 0
-    stored_tokens = _stored_tokens(config, cache)
     return StoredShapes(
         layers={
-            index: KVShape(k.shape[1], k.shape[3], v.shape[3], kept(k))
+            index: PoolShape(k.shape[1], k.shape[3], v.shape[3], kept(k), torch.device("meta"))
             for index, (k, v) in cache.written.items()
         },
         state_bytes=states - per_token * stored_tokens,
@@ -118,6 +96,9 @@ def stored_shapes(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
         weight_bytes=nbytes(parameters),
         weights=sum(x.numel() for x in parameters),
     )
+
+
+# --- a forward ----------------------------------------------------------------------------------------------
 
 
 class _Recorder(DynamicCache):
@@ -138,19 +119,20 @@ class _Recorder(DynamicCache):
 def _feed(model: Any, tokens: int) -> _Recorder:
     """A cache of the host after a forward of so many tokens."""
     device = next(model.parameters()).device
+    is_skeleton = device.type == "meta"
     try:
         try:
-            cache = _run(model, tokens, nullcontext())
+            cache = _run(model, device, tokens, nullcontext())
         except RuntimeError:
-            if device.type != "meta":
+            if not is_skeleton:
                 raise
             # Several times slower, so only for models that look into tensors.
-            cache = _run(model, tokens, without_content())
+            cache = _run(model, device, tokens, _without_content())
     except Exception as error:
-        way_out = " Pass the loaded model instead of its config" if device.type == "meta" else ""
+        way_out = " Pass the loaded model instead of its config" if is_skeleton else ""
         raise PagedCacheError(
             f"what a {model.config.model_type!r} model stores is seen in a forward on {device.type!r}, which "
-            f"failed: {first_line(error)}.{way_out}"
+            f"failed: {_first_line(error)}.{way_out}"
         ) from error
     devices = {x.device for x, _ in cache.written.values()}
     if len(devices) > 1:
@@ -161,28 +143,16 @@ def _feed(model: Any, tokens: int) -> _Recorder:
     return cache
 
 
-def _run(model: Any, tokens: int, mode: AbstractContextManager[None]) -> _Recorder:
-    device = next(model.parameters()).device
+def _run(model: Any, device: torch.device, tokens: int, mode: AbstractContextManager[None]) -> _Recorder:
     cache = _Recorder(model.config)
     ids = torch.ones(1, tokens, dtype=torch.long, device=device)
-    with torch.no_grad(), device, mode, quiet():
+    with torch.no_grad(), device, mode, _quiet():
         model(ids, **{compat.cache_argument(model): cache}, use_cache=True)
     return cache
 
 
-def _stored_tokens(config: PreTrainedConfig, cache: _Recorder) -> int:
-    """Tokens that a forward of one token stores."""
-    counts = {keys.shape[2] for keys, _ in cache.written.values()} or {1}
-    if len(counts) > 1:
-        raise PagedCacheError(
-            f"layers of this {config.model_type!r} model store unlike numbers of tokens, so a context does "
-            f"not say how much that is; {_INSTEAD}"
-        )
-    return counts.pop()
-
-
 def _check_kinds(config: PreTrainedConfig, cache: _Recorder) -> None:
-    """Raise if nothing was stored, or a layer outside blocks keeps anything but states and indexer keys."""
+    """Raise where nothing, or more than blocks, states and indexer keys can tell, was stored."""
     fixed, specs = architectures.fixed_layers(config), architectures.layer_specs(config)
     if not cache.written and any(spec.is_paged for spec, _ in specs):
         raise PagedCacheError(
@@ -197,6 +167,11 @@ def _check_kinds(config: PreTrainedConfig, cache: _Recorder) -> None:
                 f"layer {index} of this {config.model_type!r} model is of kind {spec.layer_type!r}, kept by "
                 f"a class of transformers, and its bytes cannot be planned; {_INSTEAD}"
             )
+    if len({keys.shape[2] for keys, _ in cache.written.values()}) > 1:
+        raise PagedCacheError(
+            f"layers of this {config.model_type!r} model store unlike numbers of tokens, so a context does "
+            f"not say how much that is; {_INSTEAD}"
+        )
 
 
 def _states(cache: _Recorder) -> list[torch.Tensor]:
@@ -208,3 +183,65 @@ def _states(cache: _Recorder) -> list[torch.Tensor]:
             found += getattr(layer, states, {}).values()
         found += [getattr(layer, name, None) for name in ("indexer_keys", "indexer_position_ids")]
     return [x for x in found if isinstance(x, torch.Tensor)]
+
+
+# --- a skeleton ---------------------------------------------------------------------------------------------
+
+
+def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
+    """A model of that config on the meta device."""
+    config = copy.deepcopy(config)
+    # Eager attention is what every model has; what is stored is the same with any other.
+    options: dict[str, Any] = {"dtype": _SKELETON_DTYPE, "attn_implementation": "eager"}
+    try:
+        with torch.device("meta"), _quiet():
+            model: torch.nn.Module = _factory(config)(config, **options)
+    except Exception as error:
+        raise PagedCacheError(
+            f"transformers {transformers.__version__} cannot make a {config.model_type!r} model of this "
+            f"config: {_first_line(error)}"
+        ) from error
+    return model
+
+
+def _factory(config: PreTrainedConfig) -> Any:
+    """What makes a model: the class that the config names, else the one with a head, else any."""
+    named: Any = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
+    if named is not None and isinstance(config, getattr(named, "config_class", None) or ()):
+        return named._from_config
+    has_head = type(config) in AutoModelForCausalLM._model_mapping
+    return (AutoModelForCausalLM if has_head else AutoModel).from_config
+
+
+@contextmanager
+def _without_content() -> Iterator[None]:
+    answers, settings = cast("Any", _Answers), cast("Any", _meta_settings)
+    with answers(), settings.patch(meta_nonzero_assume_all_nonzero=True):
+        yield
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # __init_subclass__ of torch
+    """Answers what code asks of content that is not there: any will do, as shapes do not depend on it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return False if args[0].dtype is torch.bool else 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the host says of configs to itself: it is said again when the model is loaded."""
+    log: Any = transformers.logging
+    before = log.get_verbosity()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

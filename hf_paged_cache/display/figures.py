@@ -1,4 +1,7 @@
-"""Figures of their own, without pyplot: nothing is registered anywhere, and no window opens."""
+"""Figures of their own, without pyplot: nothing is registered anywhere, and no window opens.
+
+matplotlib is asked for when a figure is made, and not before.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,21 @@ from hf_paged_cache.errors import PagedCacheError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 120
+_DPI = 120
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def new_figure(width_inches: float, height_inches: float, *, instead: str) -> Figure:
-    """An empty figure that a notebook shows.
-
-    Args:
-        width_inches: Of the picture.
-        height_inches: Of the picture.
-        instead: What gives the same without a picture, for the message.
-
-    Raises:
-        PagedCacheError: matplotlib is not installed.
-    """
+    """An empty figure that a notebook shows. PagedCacheError without matplotlib names what to use instead."""
     try:
         import matplotlib  # noqa: F401  # here, so that nothing but its absence is told as that
 
-        from .shown import ShownFigure
+        from .shown_figure import ShownFigure
     except ImportError as error:
         raise PagedCacheError(
             f'pictures need matplotlib; `pip install "hf-paged-cache[plots]"`, or use {instead}'
         ) from error
-    return ShownFigure(figsize=(width_inches, height_inches), dpi=DPI, layout="constrained")
+    return ShownFigure(figsize=(width_inches, height_inches), dpi=_DPI, layout="constrained")
 
 
 def written(figure: Figure, path: str | Path | None) -> Figure:
@@ -40,3 +35,8 @@ def written(figure: Figure, path: str | Path | None) -> Figure:
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def byte_unit(largest_bytes: float) -> tuple[str, int]:
+    """The largest unit of which there is at least one, and its bytes; KiB for less."""
+    return next((unit for unit in _UNITS if largest_bytes >= unit[1]), _UNITS[-1])

@@ -1,4 +1,4 @@
-"""Compile in a process of its own, because a compiler that fails may end its process."""
+"""A process for each binary, because a compiler that fails may end its process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["dev.aot.capture"])
 
 
-def compile_apart(variant_name: str, target_name: str) -> Binary | str:
+def compile_isolated(variant_name: str, target_name: str) -> Binary | str:
     """The binary, or in words why there is none."""
     receiver, sender = _PROCESSES.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,106 @@
+"""Bytes of a cache in one format for any rows and tokens, and how far a memory reaches with it.
+
+They come from the code that makes pools: a real cache is opened on the meta device, where its pools take no
+memory, and asked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_paged_cache.store.capacity import Capacity
+
+from .memory_plan import FormatPlan
+from .stored_shapes import StoredShapes
+
+if TYPE_CHECKING:
+    from hf_paged_cache.cache.paged_cache import PagedCache
+
+MOST = 1 << 50
+"""No number of rows or tokens goes further."""
+_TIER = "device"
+"""Where all blocks lie."""
+_LONG_PROMPT_TOKENS = 1 << 31
+"""A prompt this long tells no more than a longer one."""
+
+
+class FormatSizes:
+    """Sizes of pools and states in the format of a cache, an empty one with the settings that are planned.
+
+    It is opened here, for rows of `context` tokens, which the format `adaptive` goes by. PagedCacheError if
+    the format cannot store the heads.
+    """
+
+    def __init__(self, cache: PagedCache, stored: StoredShapes, context: int) -> None:
+        state = cache._state
+        self._config, self._stored = state.config, stored
+        tokens = min(context, _LONG_PROMPT_TOKENS)
+        for index, shape in stored.layers.items():
+            keys, values = (
+                torch.empty(1, shape.kv_heads, tokens, dim, dtype=shape.dtype, device=shape.device)
+                for dim in (shape.head_dim, shape.v_head_dim)
+            )
+            state.claim(index, keys, values)
+        self._precision = state.layer_groups.precision
+        self._specs = {index: spec for group in state.groups for index, spec in group.specs.items()}
+        self._block_bytes = {
+            g.window: sum(pool.tensors.bytes_per_block for pool in g.pools) for g in state.groups
+        }
+        # Layers with a short window have smaller blocks.
+        sizes = {group.window: state.config.block_size // group.block_size for group in state.groups}
+        self._whole_block_bytes = sum(sizes[window] * count for window, count in self._block_bytes.items())
+        self._row_bytes = sum(pool.slot_bytes for group in state.groups for pool in group.pools)
+
+    def plan(self, context: int, batch: int, budget_bytes: int | None) -> FormatPlan:
+        """The numbers of the format; the budget is what weights leave of the memory."""
+        request, needed = self._cache_bytes(1, context), self._cache_bytes(batch, context)
+        growth = self._per_token(self._block_bytes.get(None, 0))
+        return FormatPlan(
+            kv_cache_dtype=self._config.kv_cache_dtype,
+            tier=_TIER,
+            bytes_per_token=self._per_token(self._whole_block_bytes),
+            growth_bytes_per_token=growth,
+            request_bytes=request,
+            batch_bytes=batch * request,
+            pool_bytes=self._pool_bytes(batch, context),
+            state_bytes=self._state_bytes(batch, context),
+            fits=None if budget_bytes is None else needed <= budget_bytes,
+            max_context=None if budget_bytes is None else self._max_context(batch, budget_bytes, growth),
+            max_batch=None if budget_bytes is None else self._max_batch(context, budget_bytes),
+        )
+
+    def _per_token(self, block_bytes: int) -> int:
+        return -(-block_bytes // self._config.block_size) + self._stored.state_token_bytes
+
+    def _pool_bytes(self, batch: int, context: int) -> int:
+        """Bytes of all pools at the first forward of a cache that has room for so many tokens."""
+        if not self._block_bytes:
+            return 0
+        tokens = context + self._stored.own_tokens
+        config = replace(self._config, max_tokens=batch * tokens)
+        shape = next(iter(self._stored.layers.values()))
+        wanted = Capacity(config, self._specs, None).wanted_blocks(
+            batch, tokens, shape, self._precision, keep_history=False, is_static=False
+        )
+        blocks = sum(count * self._block_bytes[window] for window, count in wanted.items())
+        return blocks + batch * self._row_bytes
+
+    def _state_bytes(self, batch: int, context: int) -> int:
+        tokens = context + self._stored.own_tokens
+        return batch * (self._stored.state_bytes + tokens * self._stored.state_token_bytes)
+
+    def _cache_bytes(self, batch: int, context: int) -> int:
+        return self._pool_bytes(batch, context) + self._state_bytes(batch, context)
+
+    def _max_context(self, batch: int, budget_bytes: int, growth: int) -> int | None:
+        """Most tokens that fit; None if any number does."""
+        if not growth and self._cache_bytes(batch, MOST) <= budget_bytes:
+            return None
+        return bisect_right(range(1, MOST), budget_bytes, key=lambda tokens: self._cache_bytes(batch, tokens))
+
+    def _max_batch(self, context: int, budget_bytes: int) -> int:
+        return bisect_right(range(1, MOST), budget_bytes, key=lambda rows: self._cache_bytes(rows, context))
