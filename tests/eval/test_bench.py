@@ -20,7 +20,7 @@ from eval.bench.layers.layer_stacks import Case, Shape
 from eval.bench.models import memory, workload
 from eval.bench.readers import Reader
 from eval.core import table
-from eval.core.hardware import CPU, Device
+from eval.core.hardware import CPU, TOY, Device
 from eval.core.table import Bound, Column, Result, Row, WrongAnswer, fixed
 from eval.core.timing import Contender, Timings, interleave
 
@@ -196,6 +196,24 @@ def test_a_wrong_attention_is_refused_before_anything_is_timed(
         WrongAnswer, match=r"paged cache, tiny, batch 1, float32, 70 tokens: RMS error ratio 1\.0e-02"
     ):
         attention_step.measure(Case(TINY, 1, torch.float32, 70), Reader("r", 1, int), 0.0, 1)
+
+
+@pytest.mark.parametrize("kernel", ["write", "decode"])
+def test_kernels_that_write_nothing_or_attend_wrongly_are_refused(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "torch")
+    case = Case(TINY, 2, torch.bfloat16, 70, device=TOY)
+    rows = attention_step.measure_kernels(case, copy_bytes=1 << 16, budget_s=0.0)
+    assert [row.cells["kernel"] for row in rows] == ["blocks", "masked", "sdpa"]
+    right = layer_stacks.dispatch.decode
+    broken = {
+        "write": lambda *args: None,
+        "decode": lambda *args: (1.01 * right(*args)[0], None),
+    }
+    monkeypatch.setattr(layer_stacks.dispatch, kernel, broken[kernel])
+    with pytest.raises(WrongAnswer, match=r"blocks, tiny, batch 2, bfloat16, 70 tokens: "):
+        attention_step.measure_kernels(case, copy_bytes=1 << 16, budget_s=0.0)
 
 
 def test_the_dynamic_cache_is_contiguous_again_after_tokens_are_taken_back(small_l3: None) -> None:

@@ -153,7 +153,7 @@ class LayerStack(Stack):
 class BlockStack(Stack):
     """The kernels alone, over one pool with shuffled blocks: the new token is written anew at every step."""
 
-    def __init__(self, case: Case, mask: torch.Tensor | None = None) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__("blocks", case, case.layers)
         shape, where = case.shape, case.device.torch_device
         columns = -(-case.tokens // BLOCK_SIZE)
@@ -169,29 +169,21 @@ class BlockStack(Stack):
         table = order.to(torch.int32).view(case.batch, columns).contiguous()
         lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=where)
         held = RowLengths(case.tokens, lengths)
-        self.mask = mask
         self.last_output = torch.empty(0)
         self.blocks = [
             LayerBlocks(keys[:, layer], values[:, layer], table, held) for layer in range(self.layers)
         ]
 
-    def masked(self) -> BlockStack:
-        """The same blocks with a mask that hides nothing, as a host passes that has been given one."""
-        case, stack = self.case, object.__new__(BlockStack)
-        mask = torch.ones(case.batch, 1, 1, case.tokens, dtype=torch.bool, device=case.device.torch_device)
-        vars(stack).update(vars(self), name="masked", mask=mask)
-        return stack
-
-    def attend(self, layer_idx: int) -> torch.Tensor:
+    def attend(self, layer_idx: int, mask: torch.Tensor | None = None) -> torch.Tensor:
         """By the dispatcher."""
         blocks, tokens = self.blocks[layer_idx], self.case.tokens
         dispatch.write(blocks, self.keys, self.values, tokens - 1)
-        return dispatch.decode(blocks, Attention(self.query, 0, tokens, self.scaling, self.mask))[0]
+        return dispatch.decode(blocks, Attention(self.query, 0, tokens, self.scaling, mask))[0]
 
-    def step(self) -> None:
+    def step(self, mask: torch.Tensor | None = None) -> None:
         """The new token of every layer."""
         for layer_idx in range(self.layers):
-            self.last_output = self.attend(layer_idx)
+            self.last_output = self.attend(layer_idx, mask)
 
     def stored(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens before, and the new one as it should have been written."""
