@@ -27,16 +27,19 @@ def run_task(
     journal: Journal,
     processes: Processes,
     advance: Advance = lambda label, steps: None,
+    warmed: set[str] | None = None,
 ) -> None:
     """Run what is this process's to run and not in the journal yet; a cache with a problem is left out.
 
-    A timed task belongs to the first process. The model's attention is as before afterwards.
+    A timed task belongs to the first process. The model's attention is as before afterwards. Caches that were
+    used before this task need no warm-up; those that are warmed up are added to their names.
     """
+    warmed = set() if warmed is None else warmed
     done = journal.done()
     mine = [unit for unit in units if (processes.is_main if task.is_timed else processes.share(unit.index))]
     left = {unit.index: [e for e in entries if (task.name, unit.index, e.name) not in done] for unit in mine}
     advance(task.name, sum(len(entries) - len(left[unit.index]) for unit in mine))
-    problems = _warm_up(loaded, task, entries, left, advance) if any(left.values()) else {}
+    problems = _warm_up(loaded, task, entries, left, advance, warmed)
     for name, problem in problems.items():
         first = next(unit.index for unit in mine if any(e.name == name for e in left[unit.index]))
         journal.add((task.name, first, name), problem)
@@ -51,14 +54,17 @@ def _warm_up(
     entries: Sequence[CacheEntry],
     left: dict[int, list[CacheEntry]],
     advance: Advance,
+    warmed: set[str],
 ) -> dict[str, Outcome]:
     """Use every cache that is needed once, unmeasured; those that cannot run."""
-    needed = {entry.name for waiting in left.values() for entry in waiting}
+    needed = {entry.name for waiting in left.values() for entry in waiting} - warmed
     problems = {}
     for entry in (entry for entry in entries if entry.name in needed):
         advance(f"{task.name} · {entry.name} · warm-up", 0)
         outcome = _attempt(functools.partial(_warmed, loaded, entry))
-        if outcome.problem is not None:
+        if outcome.problem is None:
+            warmed.add(entry.name)
+        else:
             problems[entry.name] = outcome
     return problems
 

@@ -95,6 +95,7 @@ class Session:
     def _work(self, loaded: LoadedModel, work: Work, progress: Progress) -> None:
         """All tasks; the timed ones when nobody else is at work any more."""
         entries = [CACHES[name] for name in self._settings.caches]
+        warmed: set[str] = set()
         mine = [
             unit
             for name, units in work.items()
@@ -106,7 +107,9 @@ class Session:
             if TASKS[name].is_timed:
                 self._processes.wait()
             task, units = TASKS[name], work[name]
-            runner.run_task(loaded, task, units, entries, self._journal, self._processes, progress.update)
+            runner.run_task(
+                loaded, task, units, entries, self._journal, self._processes, progress.update, warmed
+            )
         progress.update("done here")
         self._processes.wait()
 
