@@ -47,7 +47,7 @@ class Context:
 
     def model(self, dtype: torch.dtype) -> tuple[Any, str]:
         """SmolLM2-135M in `dtype` and what it is, for the notes; the last one is kept."""
-        from eval.bench import workload
+        from eval.bench.models import workload
 
         if self._model is None or self._model[0] != dtype:
             self._model = None

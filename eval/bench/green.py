@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,42 +16,26 @@ from pathlib import Path
 from typing import Any
 
 _FOLDERS = ("hf_paged_cache", "tests")
-_FILES = (
-    "pyproject.toml",
-    "eval/bench/green.py",
-    "eval/bench/kernel_tests.py",
-    "eval/core/isolation.py",
-)
+_FILES = ("pyproject.toml", "eval/bench/green.py", "eval/bench/kernel_tests.py", "eval/core/isolation.py")
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "pytest", "hypothesis")
 _VARIABLES = (
-    "HF_PAGED_CACHE_",
-    "CXX",
-    "TRITON_",
-    "OMP_",
-    "GOMP_",
-    "MKL_",
-    "ATEN_",
-    "TORCH",
-    "PYTORCH_",
-    "PYTHON",
+    "HF_PAGED_CACHE_", "CXX", "TRITON_", "OMP_", "GOMP_", "MKL_", "ATEN_", "TORCH", "PYTORCH_", "PYTHON",
     "LD_",
-)
+)  # fmt: skip
 """Beginnings of the names of environment variables that choose a backend or how it computes."""
 
 
 def digest(root: Path, backend: str, tests: Iterable[str]) -> str:
-    """A name for all that the outcome of these tests depends on.
+    """A name for all that the outcome of a backend's tests in a checkout depends on.
 
-    The sources of the package and of its tests, byte by byte; the tests asked for; versions; the processor;
-    the compiled library, whose name tells compiler and flags; threads and environment variables.
-
-    Args:
-        root: the checkout.
-        backend: whose tests they are.
-        tests: arguments that select them.
+    The sources of the package and of its tests, byte by byte; the arguments that select tests; versions; the
+    processor; the compiled library, whose name tells compiler and flags; threads and environment variables.
     """
     total = hashlib.sha256(json.dumps([list(tests), facts(backend)], sort_keys=True).encode())
-    for path in _sources(root):
+    sources = [path for folder in _FOLDERS for path in (root / folder).rglob("*")]
+    for path in sorted([*sources, *(root / name for name in _FILES)]):
+        if not path.is_file() or "__pycache__" in path.parts:
+            continue
         content = path.read_bytes()
         total.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
     return total.hexdigest()
@@ -62,13 +45,13 @@ def facts(backend: str) -> dict[str, Any]:
     """What the tests depend on besides sources, ready for JSON."""
     import torch
 
-    from eval.core import device
+    from eval.core.device import describe, package_version
 
-    described = device.describe(torch.device("cpu"))
+    described = describe(torch.device("cpu"))
     return {
         **{key: described[key] for key in ("machine", "cpu", "cpu_count", "torch_threads")},
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in _PACKAGES},
+        "versions": {package: package_version(package) for package in _PACKAGES},
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "library": _library() if backend == "cpp" else None,
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)},
@@ -106,12 +89,6 @@ def _path(name: str) -> Path:
     return library_folder.cache_dir() / f"kernel-tests-{name}.json"
 
 
-def _sources(root: Path) -> list[Path]:
-    found = [path for folder in _FOLDERS for path in (root / folder).rglob("*")]
-    found += [root / name for name in _FILES]
-    return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
-
-
 def _library() -> str | None:
     """The name of the compiled kernel, which hashes its sources, flags and compiler."""
     from hf_paged_cache.kernels.cpp import build
@@ -120,9 +97,3 @@ def _library() -> str | None:
         return build.load().stem
     except (build.BuildError, OSError):
         return None
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from eval.bench.context import Bench, Context
-from eval.bench.device import CPU, Device
-from eval.bench.timing import Contender, Timings, interleave
+from eval.core.hardware import CPU, Device
 from eval.core.table import Cell, Column, Row, fixed
+from eval.core.timing import Contender, Timings, interleave
 
 _ROW = 4096
 COLUMNS = (
@@ -111,7 +111,7 @@ def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     )
 
 
-BANDWIDTH = Bench(
+BENCH = Bench(
     "bandwidth",
     "reading memory",
     (Column("method", "method"), Column("gb_per_s", "GB/s", fixed(1)), Column("best", "")),

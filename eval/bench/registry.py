@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from eval.bench import (
-    attention_step,
-    blocks,
-    decode_step,
-    formats_step,
-    kv_bytes,
-    memory,
-    prefill,
-    readers,
-    sealing,
-)
+from eval.bench import blocks, readers
 from eval.bench.context import Bench
+from eval.bench.layers import attention_step, formats_step
+from eval.bench.models import decode_step, kv_bytes, memory, prefill, sealing
 from eval.core.errors import UsageError, check_choice
 
-_BENCHES = (
-    blocks.BENCH,
-    readers.BANDWIDTH,
-    attention_step.BENCH,
-    formats_step.BENCH,
-    decode_step.BENCH,
-    sealing.BENCH,
-    prefill.BENCH,
-    kv_bytes.BENCH,
-    memory.BENCH,
-)
-
-BENCHES: dict[str, Bench] = {bench.name: bench for bench in _BENCHES}
-"""Name -> bench."""
+BENCHES: dict[str, Bench] = {
+    bench.name: bench
+    for bench in (
+        blocks.BENCH,
+        readers.BENCH,
+        attention_step.BENCH,
+        formats_step.BENCH,
+        decode_step.BENCH,
+        sealing.BENCH,
+        prefill.BENCH,
+        kv_bytes.BENCH,
+        memory.BENCH,
+    )
+}
 
 
 def chosen(only: str | None) -> list[Bench]:

@@ -29,7 +29,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {
             "hf-paged-cache": hf_paged_cache.__version__,
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: package_version(name) for name in _PACKAGES},
         },
     }
     if device.type == "cuda":
@@ -38,7 +38,8 @@ def describe(device: torch.device) -> dict[str, Any]:
     return described
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """What is installed, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from eval.bench import attention_step, generate_steps
-from eval.bench.device import Device
-from eval.bench.generate_steps import COMPILED, EAGER
-from eval.bench.layer_stacks import LLAMA_3_8B, BlockStack, Case, Shape
+from eval.bench.layers import attention_step
+from eval.bench.layers.layer_stacks import LLAMA_3_8B, BlockStack, Case, Shape
+from eval.bench.models import generate_steps
+from eval.bench.models.generate_steps import COMPILED, EAGER
+from eval.core.hardware import Device
 from eval.gpu.items import Item, Record
 from eval.gpu.settings import Settings
 
@@ -20,7 +21,6 @@ SIZES = (
     (32, 131072), (1, 131072), (8, 2048), (32, 2048),
 )  # fmt: skip
 """Batch and tokens; what matters most comes first, in case the time runs out."""
-RIVALS = ("flex", "flash_attn", "flashinfer")
 GENERATED = (
     generate_steps.Case(1, 512, rounds=4),  # small steps are noisy and cheap, so they get more turns
     generate_steps.Case(8, 32768),
@@ -29,7 +29,7 @@ GENERATED = (
 
 
 def attention(settings: Settings) -> list[Item]:
-    """The sizes, then what is launched for a layer, then other kernels where they are installed."""
+    """The sizes, then what is launched for a layer, then torch's flex attention."""
     cases = [Case(LLAMA_3_8B, batch, torch.bfloat16, tokens) for batch, tokens in SIZES]
     options: dict[str, Any] = {}
     if settings.dry_run:
@@ -41,8 +41,7 @@ def attention(settings: Settings) -> list[Item]:
         Item(_key("launches", cases[0]), partial(_launches, cases[0])),
         *(Item(_key("decode", case), partial(_kernels, case, brief), 5.0, 60.0) for case in cases),
         *(
-            Item(_key(name, case), partial(_rival, name, case, options), 10.0, 60.0, optional=True)
-            for name in RIVALS
+            Item(_key("flex", case), partial(_flex, case, options), 10.0, 60.0, optional=True)
             for case in cases[: 1 if settings.dry_run else 2]
         ),
     ]
@@ -64,8 +63,8 @@ def _kernels(case: Case, options: dict[str, Any], record: Record, device: Device
     record.rows += attention_step.measure_kernels(replace(case, device=device), **options)
 
 
-def _rival(name: str, case: Case, options: dict[str, Any], record: Record, device: Device) -> None:
-    record.rows += attention_step.measure_rival(name, replace(case, device=device), **options)
+def _flex(case: Case, options: dict[str, Any], record: Record, device: Device) -> None:
+    record.rows += attention_step.measure_flex(replace(case, device=device), **options)
 
 
 def end_to_end(settings: Settings) -> list[Item]:
@@ -73,7 +72,7 @@ def end_to_end(settings: Settings) -> list[Item]:
     cases = [replace(case, seed=settings.seed) for case in GENERATED]
     if settings.dry_run:
         cases = [
-            generate_steps.Case(*size, steps=3, rounds=1, warm_up=2, hidden=64, seed=settings.seed)
+            generate_steps.Case(*size, steps=3, rounds=1, warm_up=2, seed=settings.seed)
             for size in ((1, 16), (2, 70))
         ]
     return [
@@ -94,10 +93,10 @@ def end_to_end(settings: Settings) -> list[Item]:
 
 
 def _generate(names: tuple[str, ...], case: generate_steps.Case, record: Record, device: Device) -> None:
-    record.rows += generate_steps.measure(names, _model(case.hidden, device), case, device)
+    record.rows += generate_steps.measure(names, _model(device), case, device)
 
 
 @cache
-def _model(hidden: int, device: Device) -> Any:
+def _model(device: Device) -> Any:
     """One model for all items of a process."""
-    return generate_steps.random_llama(hidden, device)
+    return generate_steps.random_llama("llama-3-8b" if device.is_gpu else "toy", device)

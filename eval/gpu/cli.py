@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,9 +21,11 @@ from eval.core.console import header, terminal, usage_errors
 from eval.core.errors import UsageError
 from eval.core.isolation import Call, Outcome, Workers
 from eval.gpu.items import Item, Record
-from eval.gpu.report import Report
 from eval.gpu.sections import DRY_RUN_PHASE_WEIGHTS, PHASE_WEIGHTS, SECTIONS, items_of
 from eval.gpu.settings import DEFAULT_BUDGET_S, DRY_RUN_BUDGET_S, RESERVE_S, Budget, Settings
+
+if TYPE_CHECKING:
+    from eval.gpu.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_JOBS = 12
@@ -36,6 +38,7 @@ FILE_NAME = "gpu_check.json"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Run = Callable[[Settings, Sequence[Call], float, int], Generator[Outcome]]
+ItemsOf = Callable[[str, Settings], list[Item]]
 
 
 @app.command()
@@ -104,7 +107,7 @@ def check(
     settings: Settings,
     path: Path,
     *,
-    items_of: Callable[[str, Settings], list[Item]] = items_of,
+    items_of: ItemsOf = items_of,
     run: Run = in_workers,
 ) -> int:
     """Run the sections, write the file, print the tables; the exit code.
@@ -115,22 +118,38 @@ def check(
         items_of: the items of a section.
         run: makes the calls that run them.
     """
+    from eval.gpu.report import Report
+
     phases: dict[str, list[str]] = {}
     for letter in settings.sections:
         phases.setdefault(SECTIONS[letter].phase, []).append(letter)
     weights = DRY_RUN_PHASE_WEIGHTS if settings.dry_run else PHASE_WEIGHTS
     budget = Budget(settings.budget_s, {phase: weights[phase] for phase in phases})
     report = Report(settings, path, _environment(settings))
-    say = Progress(budget, report)
+    progress = _Progress(budget, report)
     report.write()
-    say(f"seed {settings.seed}, {settings.budget_s:.0f} s; {header(report.environment, settings.backend)}")
+    described = header(report.environment, settings.backend)
+    progress.say(f"seed {settings.seed}, {settings.budget_s:.0f} s; {described}")
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         for phase, letters in phases.items():
-            _run_phase(phase, letters, settings, budget, report, say, items_of, run)
+            started_s, deadline = time.monotonic(), budget.deadline(phase)
+            items = _items_of(letters, settings, items_of, report, progress)
+            progress.say(f"{phase}: sections {', '.join(letters)}, {deadline - time.time():.0f} s at most")
+            calls = [
+                Call((settings, *place), item.limit_s + GRACE_S, item.needs_s)
+                for place, item in items.items()
+            ]
+            jobs = settings.jobs if phase == next(iter(PHASE_WEIGHTS)) else 1
+            with contextlib.closing(run(settings, calls, deadline, jobs)) as outcomes:
+                for outcome in outcomes:
+                    _, letter, key = outcome.call.arguments
+                    progress.record(letter, _record_of(items[letter, key], outcome))
+            report.seconds |= dict.fromkeys(letters, round(time.monotonic() - started_s, 1))
+            report.write()
         report.finished = True
     except KeyboardInterrupt:
-        say("interrupted; what is known so far:")
+        progress.say("interrupted; what is known so far:")
     finally:
         report.write()
         signal.signal(signal.SIGTERM, before)
@@ -139,7 +158,7 @@ def check(
     return report.exit_code
 
 
-class Progress:
+class _Progress:
     """Says what happens, and how far the run is."""
 
     def __init__(self, budget: Budget, report: Report) -> None:
@@ -148,56 +167,36 @@ class Progress:
         self._said_s = 0.0
         self.expected: dict[str, int] = {}
 
-    def __call__(self, text: str) -> None:
-        """Print a line with the time."""
+    def say(self, text: str) -> None:
         print(f"[{self._budget.elapsed_s():4.0f} s] {text}", flush=True)
 
     def record(self, letter: str, record: Record) -> None:
         """Take a record in. Failures are said at once, the rest every few seconds."""
         self._report.add(letter, record)
         if record.is_failure:
-            self(f"{letter}:{record.key} {record.status}: {record.reason[:160]}")
+            self.say(f"{letter}:{record.key} {record.status}: {record.reason[:160]}")
         if time.monotonic() - self._said_s >= SAY_EVERY_S:
             self._said_s = time.monotonic()
-            counts = (
-                f"{name} {len(self._report.records.get(name, {}))}/{count}"
-                for name, count in self.expected.items()
-            )
-            self(f"{', '.join(counts)}; last {letter}:{record.key} ({record.seconds:.1f} s)")
+            found = self._report.records
+            counts = (f"{name} {len(found.get(name, {}))}/{count}" for name, count in self.expected.items())
+            self.say(f"{', '.join(counts)}; last {letter}:{record.key} ({record.seconds:.1f} s)")
 
 
-def _run_phase(
-    phase: str,
-    letters: list[str],
-    settings: Settings,
-    budget: Budget,
-    report: Report,
-    say: Progress,
-    items_of: Callable[[str, Settings], list[Item]],
-    run: Run,
-) -> None:
-    """The sections of a phase at one time. One that cannot be begun is recorded, and the others run."""
-    started_s, deadline = time.monotonic(), budget.deadline(phase)
+def _items_of(
+    letters: list[str], settings: Settings, items_of: ItemsOf, report: Report, progress: _Progress
+) -> dict[tuple[str, str], Item]:
+    """Items by section and key. A section that cannot be begun is recorded, and the others run."""
     items: dict[tuple[str, str], Item] = {}
     for letter in reversed(letters):  # what takes longest is begun first
         try:
             found = items_of(letter, settings)
         except Exception:
             report.crashes[letter] = traceback.format_exc()
-            say(f"section {letter} crashed: {report.crashes[letter].strip().splitlines()[-1]}")
+            progress.say(f"section {letter} crashed: {report.crashes[letter].strip().splitlines()[-1]}")
             continue
-        say.expected[letter] = len(found)
+        progress.expected[letter] = len(found)
         items |= {(letter, item.key): item for item in found}
-    say(f"{phase}: sections {', '.join(letters)}, {deadline - time.time():.0f} s at most")
-    calls = [Call((settings, *place), item.limit_s + GRACE_S, item.needs_s) for place, item in items.items()]
-    jobs = settings.jobs if phase == next(iter(PHASE_WEIGHTS)) else 1
-    with contextlib.closing(run(settings, calls, deadline, jobs)) as outcomes:
-        for outcome in outcomes:
-            _, letter, key = outcome.call.arguments
-            say.record(letter, _record_of(items[letter, key], outcome))
-    for letter in letters:
-        report.seconds[letter] = round(time.monotonic() - started_s, 1)
-    report.write()
+    return items
 
 
 def _record_of(item: Item, outcome: Outcome) -> Record:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from eval.bench.device import Device
-from eval.bench.workload import dtype_name
+from eval.bench.models.workload import dtype_name
+from eval.core.hardware import Device
 from eval.gpu import cases
 from eval.gpu.cases import DTYPES, ROOM_FOR_THE_DRAW, bits, relative_error, shared
 from eval.gpu.items import Item, Record

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eval.core.table import Row
 
 if TYPE_CHECKING:
-    from eval.bench.device import Device
+    from eval.core.hardware import Device
 
 
 @dataclass(frozen=True)

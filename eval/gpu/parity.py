@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eval.bench.device import Device
+from eval.core.hardware import Device
 from eval.gpu.cases import relative_error, shared
 from eval.gpu.items import Item, Record
 from eval.gpu.settings import Settings

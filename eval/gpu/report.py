@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.bench.layers import attention_step
+from eval.bench.models import generate_steps
 from eval.core import table
 from eval.core.results import document, to_json
-from eval.core.table import Cell, Column, Result, Row, fixed
+from eval.core.table import Column, Result, Row, fixed
 from eval.gpu.items import Record
 from eval.gpu.sections import SECTIONS
 from eval.gpu.settings import Settings
@@ -164,26 +167,23 @@ _Parts = tuple[tuple[Column, ...], list[Row], tuple[str, ...]]
 def _kernels(records: dict[str, Record]) -> _Parts:
     """The worst case of each kernel and dtype."""
     columns = (Column("kernel", "RMS ratio, worst case"), *(Column(dtype, dtype) for dtype in DTYPES))
-    rows = []
-    for kind in dict.fromkeys(key.split("/")[0] for key in records):
-        cells: dict[str, Cell] = {"kernel": kind}
-        for dtype in DTYPES:
-            found = [record for key, record in records.items() if _is_of(key, kind, dtype)]
-            cells[dtype] = _worst(found)
-        rows.append(Row(cells))
+    found: dict[str, dict[str, list[Record]]] = {}
+    for key, record in records.items():
+        kind, *parts = key.split("/")
+        dtype = next(part for part in parts if part in DTYPES)
+        found.setdefault(kind, {}).setdefault(dtype, []).append(record)
+    rows = [
+        Row({"kernel": kind, **{dtype: _worst(of_dtype) for dtype, of_dtype in by_dtype.items()}})
+        for kind, by_dtype in found.items()
+    ]
     return columns, rows, ()
 
 
-def _is_of(key: str, kind: str, dtype: str) -> bool:
-    parts = key.split("/")
-    return parts[0] == kind and dtype in parts[1:]
-
-
-def _worst(records: Sequence[Record]) -> str:
+def _worst(records: Sequence[Record]) -> str | None:
     measured = [record for record in records if "rms_ratio" in record.values]
     crashed = sum(record.status == "crashed" for record in records)
     if not measured:
-        return f"{crashed} crashed" if crashed else "-"
+        return f"{crashed} crashed" if crashed else None
     worst = max(measured, key=lambda record: float(record.values["rms_ratio"]))
     ratio = float(worst.values["rms_ratio"])
     case = next(part for part in reversed(worst.key.split("/")) if part not in DTYPES)[:24]
@@ -197,36 +197,23 @@ def _parity(records: dict[str, Record]) -> _Parts:
         Column("tokens", "tokens"),
         Column("over_host", "error / host's", fixed(3)),
     )
-    rows = [
-        Row(
-            {
-                "check": key,
-                "result": record.status,
-                "tokens": record.values.get("tokens"),
-                "over_host": record.values.get("over_host"),
-            }
-        )
-        for key, record in records.items()
-    ]
+    rows = [Row({"check": key, "result": record.status, **record.values}) for key, record in records.items()]
     return columns, rows, ()
 
 
-def _attention(records: dict[str, Record]) -> _Parts:
-    from eval.bench.attention_step import KERNEL_COLUMNS, KERNEL_NOTES
-
+def _bench(columns: tuple[Column, ...], notes: tuple[str, ...], records: dict[str, Record]) -> _Parts:
     launches = (
         f"{record.values['launches']} launches per layer: {', '.join(record.values['kernels'])}"
         for record in records.values()
         if "launches" in record.values
     )
-    return KERNEL_COLUMNS, [row for r in records.values() for row in r.rows], (*KERNEL_NOTES, *launches)
+    return columns, [row for record in records.values() for row in record.rows], (*notes, *launches)
 
 
-def _end_to_end(records: dict[str, Record]) -> _Parts:
-    from eval.bench.generate_steps import COLUMNS, NOTES
-
-    return COLUMNS, [row for r in records.values() for row in r.rows], NOTES
-
-
-_TABLES = {"a": _kernels, "b": _parity, "c": _attention, "d": _end_to_end}
+_TABLES: dict[str, Callable[[dict[str, Record]], _Parts]] = {
+    "a": _kernels,
+    "b": _parity,
+    "c": partial(_bench, attention_step.KERNEL_COLUMNS, attention_step.KERNEL_NOTES),
+    "d": partial(_bench, generate_steps.COLUMNS, generate_steps.NOTES),
+}
 _NAMES = {"c": "kernels", "d": "generate"}

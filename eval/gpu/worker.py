@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from eval.bench.device import CudaDevice, Device, Skip, ToyDevice
+from eval.core.hardware import TOY, Device, Skip
 from eval.core.isolation import Last
 from eval.core.table import WrongAnswer
 from eval.gpu import sections
@@ -37,7 +37,7 @@ def run_one(settings: Settings, letter: str, key: str) -> Record | Last:
 def open_device(dry_run: bool) -> Device:
     """The device of a run."""
     torch.set_num_threads(1)  # several workers share the cores, and the work is on the device
-    return ToyDevice() if dry_run else CudaDevice()
+    return TOY if dry_run else Device("cuda:0")
 
 
 @cache

@@ -11,16 +11,18 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from eval.bench import attention_step, blocks, kernel_tests, layer_stacks, memory, readers, registry, workload
+from eval.bench import blocks, kernel_tests, readers, registry
 from eval.bench.cli import app
 from eval.bench.context import Bench, Context
-from eval.bench.device import CPU, Device
 from eval.bench.kernel_tests import Outcome
-from eval.bench.layer_stacks import Case, Shape
+from eval.bench.layers import attention_step, layer_stacks
+from eval.bench.layers.layer_stacks import Case, Shape
+from eval.bench.models import memory, workload
 from eval.bench.readers import Reader
-from eval.bench.timing import Contender, Timings, interleave
 from eval.core import table
+from eval.core.hardware import CPU, Device
 from eval.core.table import Bound, Column, Result, Row, WrongAnswer, fixed
+from eval.core.timing import Contender, Timings, interleave
 
 TINY = Shape("tiny", 4, 2, 16)
 

@@ -9,22 +9,15 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
-from eval.bench import (
-    decode_step,
-    formats_step,
-    kv_bytes,
-    layer_stacks,
-    memory,
-    sealing,
-    workload,
-)
 from eval.bench.context import Context
-from eval.bench.device import CPU, Device
-from eval.bench.layer_stacks import Case, LayerStack, Shape
+from eval.bench.layers import formats_step, layer_stacks
+from eval.bench.layers.layer_stacks import Case, LayerStack, Shape
+from eval.bench.models import decode_step, kv_bytes, memory, sealing, workload
 from eval.bench.readers import Reader
-from eval.bench.timing import STEPS, Timings
 from eval.caches import CacheUnavailable
+from eval.core.hardware import CPU, Device
 from eval.core.table import Row, WrongAnswer
+from eval.core.timing import STEPS, Timings
 from hf_paged_cache import PagedCache
 from hf_paged_cache.store.pool_tensors import LayerPool
 from tests.eval.test_bench import tiny_llama

@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eval.bench.device import Device, ToyDevice
-from eval.bench.timing import Contender, interleave
+from eval.core.hardware import TOY, Device
 from eval.core.isolation import NO_TIME, Call, Outcome
+from eval.core.timing import Contender, interleave
 from eval.gpu import cases, cli, kernels, sections
 from eval.gpu.items import Item, Record
 from eval.gpu.settings import Settings
@@ -188,7 +188,7 @@ def test_on_a_device_a_turn_takes_as_many_steps_as_can_be_timed_well() -> None:
         budget_s=0.0,
         min_rounds=3,
         steps=None,
-        device=ToyDevice(),
+        device=TOY,
     )
     assert {name: len(seconds) for name, seconds in timings.seconds.items()} == {"a": 3, "b": 3}
     changes = [name for index, name in enumerate(calls) if index == 0 or name != calls[index - 1]]
@@ -291,7 +291,7 @@ def test_a_dry_run_of_attention_finds_the_torch_backend_right(tmp_path: Path) ->
 
 def test_the_items_of_a_dry_run_find_the_torch_kernels_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "torch")
-    records = [run_item(item, ToyDevice()) for item in sections.items_of("a", Settings(dry_run=True, seed=3))]
+    records = [run_item(item, TOY) for item in sections.items_of("a", Settings(dry_run=True, seed=3))]
     assert {record.key: record.reason for record in records if record.status != "ok"} == {}
     decoded = next(record for record in records if record.key == "decode/float32/gqa_5")
     assert decoded.values["backend"] == "torch"

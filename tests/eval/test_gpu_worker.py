@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eval.bench.device import Device, Skip
+from eval.core.hardware import Device, Skip
 from eval.core.isolation import Last
 from eval.core.table import WrongAnswer
 from eval.gpu import sections, worker

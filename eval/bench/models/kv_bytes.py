@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig
 
-from eval.bench import workload
 from eval.bench.context import Bench, Context
+from eval.bench.models import workload
 from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed
 from hf_paged_cache.config import LAYER_DTYPES, LayerDtype
 

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 import torch
 
-from eval.bench import layer_stacks, readers
+from eval.bench import readers
 from eval.bench.context import Bench, Context
-from eval.bench.device import CPU
-from eval.bench.layer_stacks import LLAMA_3_8B, SMOLLM2, Case, LayerStack, Shape
+from eval.bench.layers import layer_stacks
+from eval.bench.layers.layer_stacks import LLAMA_3_8B, SMOLLM2, Case, LayerStack, Shape
 from eval.bench.readers import Reader
-from eval.bench.timing import STEPS, Timings, interleave
 from eval.caches import CacheUnavailable
 from eval.caches.stock import quantized_cache
+from eval.core.hardware import CPU
 from eval.core.table import Bound, Cell, Column, Row, fixed, scientific
+from eval.core.timing import STEPS, Timings, interleave
 from hf_paged_cache.config import LayerDtype
 
 TOKENS = (2048, 8192, 32768)

@@ -10,10 +10,10 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eval.bench.device import CPU, Device
-from eval.bench.timing import Contender
-from eval.bench.workload import SEED, check, dtype_name, remove_last
+from eval.bench.models.workload import SEED, check, dtype_name, remove_last
+from eval.core.hardware import CPU, Device
 from eval.core.table import WrongAnswer
+from eval.core.timing import Contender
 from hf_paged_cache.config import KVCacheDtype
 from hf_paged_cache.kernels import dispatch, reference
 from hf_paged_cache.kernels.call import Attention, LayerBlocks, RowLengths
@@ -245,19 +245,15 @@ def fill(stacks: list[LayerStack]) -> list[LayerStack]:
 
 def filled(case: Case) -> list[LayerStack]:
     """The caches of transformers and a `PagedCache`, all with one content."""
-    return fill([dynamic(case), static(case), paged(case)])
+    length = case.tokens + _SPARE_TOKENS
+    mask = (torch.arange(length) < case.tokens).expand(case.batch, 1, 1, length)  # as `generate` makes it
+    static = StaticCache(config=config_of(case), max_cache_len=length)
+    return fill([dynamic(case), LayerStack("static", case, static, mask=mask), paged(case)])
 
 
 def dynamic(case: Case) -> LayerStack:
     """A `DynamicCache`, empty, with SDPA."""
     return LayerStack("dynamic", case, DynamicCache(config=config_of(case)))
-
-
-def static(case: Case) -> LayerStack:
-    """A `StaticCache`, empty, with SDPA and the mask that `generate` makes."""
-    length = case.tokens + _SPARE_TOKENS
-    mask = (torch.arange(length) < case.tokens).expand(case.batch, 1, 1, length)
-    return LayerStack("static", case, StaticCache(config=config_of(case), max_cache_len=length), mask=mask)
 
 
 def paged(case: Case, kv_cache_dtype: KVCacheDtype = "auto") -> LayerStack:

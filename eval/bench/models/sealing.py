@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from eval.bench import readers, workload
+from eval.bench import readers
 from eval.bench.context import Bench, Context
-from eval.bench.timing import STEPS, Contender, interleave
+from eval.bench.models import workload
 from eval.core.table import Bound, Column, Row, fixed, scientific
+from eval.core.timing import STEPS, Contender, interleave
 
 FORMATS = ("int4", "int8_block", "int4_group")
 """Formats that encode whole blocks; the others encode each token as it comes."""
@@ -106,8 +107,8 @@ def _open_block(cache: Any) -> tuple[Any, int, int]:
 
 def _check(name: str, pool: Any, slot: int, record: int) -> float:
     pool.seal([slot], [record])
-    got = pool.form.decode(pool.records[record])
+    got = pool.layout.decode(pool.records[record])
     expected = torch.empty_like(pool.records[record])
-    pool.form.encode(pool.keys[slot], pool.values[slot], expected)
-    sides = zip(got, pool.form.decode(expected), strict=True)
+    pool.layout.encode(pool.keys[slot], pool.values[slot], expected)
+    sides = zip(got, pool.layout.decode(expected), strict=True)
     return max(workload.check(f"a block sealed in {name}", *side, TOLERANCE) for side in sides)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from eval.bench import layer_stacks, readers, rivals
+from eval.bench import readers
 from eval.bench.context import Bench, Context
-from eval.bench.device import CPU, Skip
-from eval.bench.layer_stacks import LLAMA_3_8B, SMOLLM2, BlockStack, Case
+from eval.bench.layers import layer_stacks
+from eval.bench.layers.layer_stacks import LLAMA_3_8B, SMOLLM2, BlockStack, Case
+from eval.bench.models.workload import dtype_name
 from eval.bench.readers import Reader
-from eval.bench.timing import Contender, Timings, interleave
-from eval.bench.workload import dtype_name
+from eval.core.hardware import CPU, NEEDS_GPU, Skip
 from eval.core.table import Bound, Cell, Column, Row, fixed, scientific
+from eval.core.timing import Contender, Timings, interleave
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """RMS error ratio against attention computed in float64."""
@@ -116,8 +119,8 @@ KERNEL_COLUMNS = (
 )
 KERNEL_NOTES = (
     "blocks: write and attention as Python calls them; masked: with a mask that hides nothing; graph: a CUDA "
-    "graph of the same launches, which leaves the time of the kernels alone. sdpa and others: attention "
-    "alone, over dense K and V. machine: a copy within the device's memory in the same rounds.",
+    "graph of the same launches, which leaves the time of the kernels alone. sdpa, flex: attention alone, "
+    "over dense K and V. machine: a copy within the device's memory in the same rounds.",
 )
 
 
@@ -128,37 +131,57 @@ def measure_kernels(case: Case, copy_bytes: int = COPY_BYTES, budget_s: float = 
         WrongAnswer: an answer is not what it should be.
         Skip: there is not enough memory.
     """
-    case.device.check_room(2 * case.kv_bytes * case.layers + 2 * copy_bytes + (4 << 30))
-    copy, blocks = readers.copy(case.device, copy_bytes), BlockStack(case)
+    copy, blocks = _copy_and_blocks(case, copy_bytes)
     masked = blocks.masked()
     errors = {stack.name: stack.error(stack.step, KERNEL_TOLERANCE) for stack in (blocks, masked)}
     contenders = [stack.contender() for stack in (blocks, masked)]
-    sdpa = Contender("sdpa", rivals.step_of("sdpa", blocks))
-    try:
-        sdpa.step()
-        contenders.append(sdpa)
-    except RuntimeError:
-        pass  # no kernel of torch's takes this case
+    with contextlib.suppress(RuntimeError):  # no kernel of torch's takes this case
+        contenders.append(_dense("sdpa", blocks, scaled_dot_product_attention))
     rows = _kernel_rows(case, copy, contenders, budget_s, errors)
     try:
         graph = case.device.graph_of(blocks.step)
     except Skip:
-        return _required(case, rows, "blocks")
+        return rows
     errors["graph"] = blocks.error(graph, KERNEL_TOLERANCE)
     # Only now: a step that may not be captured can leave the process without a device.
-    rows += _kernel_rows(case, copy, [Contender("graph", graph)], budget_s, errors)
-    return _required(case, rows, "graph")
+    return rows + _kernel_rows(case, copy, [Contender("graph", graph)], budget_s, errors)
 
 
-def measure_rival(name: str, case: Case, copy_bytes: int = COPY_BYTES) -> list[Row]:
-    """Time another library's kernel beside a copy.
+def measure_flex(case: Case, copy_bytes: int = COPY_BYTES) -> list[Row]:
+    """Time torch's flex attention, compiled, beside a copy.
 
     Raises:
         Skip: it cannot run here.
     """
+    if not case.device.is_gpu:
+        raise Skip(NEEDS_GPU)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    copy, blocks = _copy_and_blocks(case, copy_bytes)
+    contender = _dense("flex", blocks, torch.compile(flex_attention, dynamic=False))
+    return _kernel_rows(case, copy, [contender], 1.0, {})
+
+
+def _copy_and_blocks(case: Case, copy_bytes: int) -> tuple[Reader, BlockStack]:
     case.device.check_room(2 * case.kv_bytes * case.layers + 2 * copy_bytes + (4 << 30))
-    contender = Contender(name, rivals.step_of(name, BlockStack(case)))
-    return _kernel_rows(case, readers.copy(case.device, copy_bytes), [contender], 1.0, {})
+    return readers.copy(case.device, copy_bytes), BlockStack(case)
+
+
+def _dense(name: str, stack: BlockStack, attend: Callable[..., object]) -> Contender:
+    """Attention alone over dense K and V of the same shape; it has run once."""
+    case = stack.case
+    size = (case.batch, case.shape.kv_heads, case.tokens, case.shape.head_dim)
+    layers = [
+        [torch.empty(size, dtype=case.dtype, device=case.device.torch_device).normal_() for _ in range(2)]
+        for _ in range(stack.layers)
+    ]
+
+    def step() -> None:
+        for keys, values in layers:
+            attend(stack.query, keys, values, enable_gqa=True)
+
+    step()
+    return Contender(name, step)
 
 
 def _kernel_rows(
@@ -172,29 +195,20 @@ def _kernel_rows(
         steps=None,
         device=case.device,
     )
-    return [
-        Row(
-            {
-                "case": f"{case.batch}x{case.tokens}",
-                "kernel": contender.name,
-                "us": 1e6 * timings.median_s(contender.name) / case.layers,
-                **copy.cells(timings, contender.name, case.kv_bytes * case.layers),
-                "error": errors.get(contender.name),
-                "layers": case.layers,
-                "rounds": len(timings.seconds[contender.name]),
-            }
-        )
-        for contender in contenders
-    ]
-
-
-def _required(case: Case, rows: list[Row], kernel: str) -> list[Row]:
-    """The rows with what is required of one kernel, where a device has enough to do and is no stand-in."""
-    if not case.device.is_gpu or case.batch not in REQUIRED_BATCHES or case.tokens < LONG_TOKENS:
-        return rows
-    return [Row(row.cells, (_share_of_copy(row),)) if row.cells["kernel"] == kernel else row for row in rows]
-
-
-def _share_of_copy(row: Row) -> Bound:
-    percent = float(row.cells["bandwidth_percent"] or 0)
-    return Bound("copy bandwidth", percent, MIN_PERCENT_OF_COPY, unit=" %")
+    rows = []
+    for contender in contenders:
+        cells = {
+            "case": f"{case.batch}x{case.tokens}",
+            "kernel": contender.name,
+            "us": 1e6 * timings.median_s(contender.name) / case.layers,
+            **copy.cells(timings, contender.name, case.kv_bytes * case.layers),
+            "error": errors.get(contender.name),
+            "layers": case.layers,
+            "rounds": len(timings.seconds[contender.name]),
+        }
+        # What a graph leaves out is the time between launches; a stand-in for a GPU has no graph.
+        is_required = case.batch in REQUIRED_BATCHES and case.tokens >= LONG_TOKENS
+        percent = copy.percent(timings, contender.name, case.kv_bytes * case.layers)
+        bound = Bound("copy bandwidth", percent, MIN_PERCENT_OF_COPY, unit=" %")
+        rows.append(Row(cells, (bound,) if is_required and contender.name == "graph" else ()))
+    return rows

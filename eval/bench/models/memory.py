@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from eval.bench import workload
 from eval.bench.context import Bench, Context
+from eval.bench.models import workload
 from eval.core import measure
 from eval.core.isolation import Workers
 from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed
@@ -139,7 +139,7 @@ def peak_of(name: str, case: Case) -> dict[str, Any]:
         "method": memory.method,
         "tokens": tokens[0, prompt_tokens:].tolist(),
         "kv_bytes": _kv_bytes(model.config, cache.get_seq_length()),
-        **_pool(name, model.config, cache),
+        **({} if name == "dynamic" else _bytes(name, model.config, cache)),
     }
 
 
@@ -161,16 +161,11 @@ def _generate(
     return cache, tokens
 
 
-def _pool(name: str, config: Any, cache: Any) -> dict[str, int]:
-    if name == "dynamic":
-        return {}
+def _bytes(name: str, config: Any, cache: Any) -> dict[str, int]:
     footprint, stats = cache.memory_footprint(), cache.stats()
-    if name != "paged":
-        return {"pool_bytes": footprint.pool_bytes, "kv_bytes": footprint.used_bytes}
-    return {
-        "pool_bytes": footprint.pool_bytes,
-        "formula_bytes": _kv_bytes(config, stats.num_blocks * stats.block_size),
-    }
+    formula = {"formula_bytes": _kv_bytes(config, stats.num_blocks * stats.block_size)}
+    own = formula if name == "paged" else {"kv_bytes": footprint.used_bytes}
+    return {"pool_bytes": footprint.pool_bytes, **own}
 
 
 def _kv_bytes(config: Any, tokens: int) -> int:

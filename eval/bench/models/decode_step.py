@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from eval.bench import readers, workload
+from eval.bench import readers
 from eval.bench.context import Bench, Context
-from eval.bench.timing import STEPS, Contender, interleave
+from eval.bench.models import workload
 from eval.core.table import Bound, Column, Row, fixed, scientific
+from eval.core.timing import STEPS, Contender, interleave
 
 CONTEXT_TOKENS = (128, 2048, 8192)
 MIN_SPEEDUP = {128: 0.97, 2048: 1.2, 8192: 1.6}

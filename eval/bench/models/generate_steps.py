@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from eval.bench import workload
-from eval.bench.device import Device, Skip
+from eval.bench.models import workload
 from eval.caches import CacheUnavailable
 from eval.caches.stock import quantized_cache
+from eval.core.hardware import Device, Skip
 from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed, scientific
 from hf_paged_cache.host.compat import cache_argument
 
@@ -46,6 +46,26 @@ NOTES = (
 )
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "toy": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+    },
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One context to continue.
@@ -56,7 +76,6 @@ class Case:
         steps: that are timed.
         rounds: how often contenders that are timed in turns have theirs.
         warm_up: steps before, for compiling and what CUDA graphs want run before they record.
-        hidden: `hidden_size` of the model: 4096 for Llama-3-8B, others for a toy of two layers.
         seed: of the tokens that are forced.
     """
 
@@ -65,7 +84,6 @@ class Case:
     steps: int = 32
     rounds: int = 2
     warm_up: int = 6
-    hidden: int = 4096
     seed: int = 0
 
     @property
@@ -78,9 +96,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One `generate` of one cache."""
-
+class _Run:
     step_s: list[float]
     logits: list[torch.Tensor]
     peak_bytes: int | None
@@ -88,16 +104,10 @@ class Run:
     backend: str | None
 
 
-def random_llama(hidden: int, device: Device) -> Any:
+def random_llama(size: str, device: Device) -> Any:
     """A Llama in bfloat16 with random weights, made on the device."""
-    is_toy = hidden < 4096
     config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=96 if is_toy else 14336,
-        num_hidden_layers=2 if is_toy else 32,
-        num_attention_heads=4 if is_toy else 32,
-        num_key_value_heads=2 if is_toy else 8,
-        vocab_size=128 if is_toy else 128256,
+        **SIZES[size],
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=False,
@@ -132,77 +142,64 @@ def new_cache(name: str, model: Any, rows: int, tokens: int) -> Any:
     dynamic = workload.new_cache("dynamic", model)
     if name == "static":
         return StaticCache(config=model.config, max_cache_len=tokens)
-    return _quantized(model.config) if name == "quantized" else dynamic
-
-
-def _quantized(config: Any) -> Any:
-    """The host's own quantized cache with whichever of its two libraries is installed."""
+    if name == "dynamic":
+        return dynamic
     reasons: list[str] = []
-    for backend in ("hqq", "quanto"):
+    for backend in ("hqq", "quanto"):  # whichever of the host's two libraries is installed
         try:
-            return quantized_cache(config, backend)
+            return quantized_cache(model.config, backend)
         except CacheUnavailable as reason:
             reasons.append(str(reason))
     raise Skip("; ".join(reasons))
 
 
 def measure(names: Sequence[str], model: Any, case: Case, device: Device) -> list[Row]:
-    """Time the caches of these names in turns, and check their logits.
+    """Time the caches of these names in turns, and check the logits of paged ones.
 
     Raises:
         WrongAnswer: logits are not those of a `DynamicCache`, or a step is not compiled that has to be.
         Skip: a cache cannot be had here.
     """
-    runs: dict[str, list[Run]] = {name: [] for name in names}
-    compiles = any(name in COMPILED for name in names)
-    for _ in range(1 if compiles else case.rounds):
+    runs: dict[str, list[_Run]] = {name: [] for name in names}
+    for _ in range(1 if set(names) & set(COMPILED) else case.rounds):
         for name in names:
             runs[name].append(_generate(name, model, case, device))
     if "paged_compiled" in runs and not runs["paged_compiled"][0].is_compiled:
         raise WrongAnswer("generate did not compile the decode step of a PagedCache")
-    expected = runs["dynamic"][0] if "dynamic" in runs else None
-    if expected is None and "paged_compiled" in runs:
-        expected = _generate("dynamic", model, case, device)
-    rows = []
-    for name, of_cache in runs.items():
-        step_s = statistics.median(statistics.median(run.step_s) for run in of_cache)
-        cells: dict[str, Cell] = {
-            "case": str(case),
-            "cache": name,
-            "step_ms": 1e3 * step_s,
-            "tokens_per_s": case.batch / step_s,
-            "peak_gib": None if of_cache[0].peak_bytes is None else of_cache[0].peak_bytes / 2**30,
-            "over_dynamic": _over_dynamic(runs, of_cache),
-            "error": _error(name, of_cache[0], expected),
-            "steps": sum(len(run.step_s) for run in of_cache),
-            "is_compiled": of_cache[0].is_compiled,
-            "backend": of_cache[0].backend,
-        }
-        rows.append(Row(cells, _bounds(case, device, cells)))
-    return rows
+    dynamic = runs.get("dynamic", [])
+    if not dynamic and "paged_compiled" in runs:
+        dynamic = [_generate("dynamic", model, case, device)]
+    return [_row(name, of_cache, dynamic, case, device) for name, of_cache in runs.items()]
 
 
-def _over_dynamic(runs: dict[str, list[Run]], of_cache: list[Run]) -> float | None:
-    pairs = zip(runs.get("dynamic", ()), of_cache, strict=False)
-    ratios = [statistics.median(a.step_s) / statistics.median(b.step_s) for a, b in pairs]
-    return statistics.median(ratios) if ratios else None
+def _row(name: str, of_cache: list[_Run], dynamic: list[_Run], case: Case, device: Device) -> Row:
+    first, step_s = of_cache[0], statistics.median(statistics.median(run.step_s) for run in of_cache)
+    cells: dict[str, Cell] = {
+        "case": str(case),
+        "cache": name,
+        "step_ms": 1e3 * step_s,
+        "tokens_per_s": case.batch / step_s,
+        "peak_gib": None if first.peak_bytes is None else first.peak_bytes / 2**30,
+        "steps": sum(len(run.step_s) for run in of_cache),
+        "is_compiled": first.is_compiled,
+        "backend": first.backend,
+    }
+    if name.startswith("paged"):
+        steps = zip(first.logits, dynamic[0].logits, strict=True)
+        errors = [workload.check(f"logits with {name}", *step, MAX_LOGITS_ERROR) for step in steps]
+        cells["error"] = max(errors)
+    if name not in EAGER:
+        return Row(cells)
+    speedup = statistics.median(
+        statistics.median(theirs.step_s) / statistics.median(ours.step_s)
+        for theirs, ours in zip(dynamic, of_cache, strict=True)
+    )
+    limit = MIN_SPEEDUPS.get((case.batch, case.tokens)) if name == "paged" and device.is_gpu else None
+    bounds = () if limit is None else (Bound("dynamic", speedup, limit),)
+    return Row({**cells, "over_dynamic": speedup}, bounds)
 
 
-def _error(name: str, run: Run, expected: Run | None) -> float | None:
-    if expected is None or not name.startswith("paged"):
-        return None
-    steps = zip(run.logits, expected.logits, strict=True)
-    return max(workload.check(f"logits with {name}", *step, MAX_LOGITS_ERROR) for step in steps)
-
-
-def _bounds(case: Case, device: Device, cells: dict[str, Cell]) -> tuple[Bound, ...]:
-    limit = MIN_SPEEDUPS.get((case.batch, case.tokens))
-    if not device.is_gpu or limit is None or cells["cache"] != "paged":
-        return ()
-    return (Bound("dynamic", float(cells["over_dynamic"] or 0), limit),)
-
-
-def _generate(name: str, model: Any, case: Case, device: Device) -> Run:
+def _generate(name: str, model: Any, case: Case, device: Device) -> _Run:
     options = device.compile_options() if name in COMPILED else {}
     _forget_compiled(model)
     with device.compiles():
@@ -224,7 +221,7 @@ def _generate(name: str, model: Any, case: Case, device: Device) -> Run:
         )
     seconds = device.seconds_between(probe.marks)
     stats = cache.stats() if hasattr(cache, "stats") else None
-    run = Run(
+    run = _Run(
         step_s=seconds[case.warm_up :],
         logits=probe.kept,
         peak_bytes=device.peak_bytes(),

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from eval.bench import readers, workload
+from eval.bench import readers
 from eval.bench.context import Bench, Context
-from eval.bench.timing import Contender, interleave
+from eval.bench.models import workload
 from eval.core.table import Bound, Cell, Column, Row, fixed, scientific
+from eval.core.timing import Contender, interleave
 
 PROMPT_TOKENS = 2048
 CHUNK_TOKENS = 512

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
-from eval.bench.timing import Contender
 from eval.core import models
 from eval.core.errors import UsageError
 from eval.core.statistics import rms_ratio
 from eval.core.table import WrongAnswer
+from eval.core.timing import Contender
 from hf_paged_cache.host.compat import cache_argument
 
 SEED = 0

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eval.bench.device import CPU, Device, repeats_of
+from eval.core.hardware import CPU, Device
 
 STEPS = 3
 """Steps of one contender in a row."""
+_TURN_S = 0.008
+_MAX_REPEATS = 200
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def interleave(
         first_s = {contender.name: _turn_s(contender, 1, device) for contender in contenders}
     if steps is not None and min_rounds * steps * sum(first_s.values()) > budget_s:
         steps = 1
-    in_a_row = {name: steps or repeats_of(seconds) for name, seconds in first_s.items()}
+    in_a_row = {name: steps or _repeats_of(seconds) for name, seconds in first_s.items()}
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     started_s = time.perf_counter()
     for index in range(max_rounds):
@@ -90,3 +92,7 @@ def _turn_s(contender: Contender, steps: int, device: Device) -> float:
     taken_s = device.step_s(contender.step, steps)
     contender.restore(steps)
     return taken_s
+
+
+def _repeats_of(step_s: float) -> int:
+    return max(1, min(_MAX_REPEATS, round(_TURN_S / max(step_s, 1e-9))))
