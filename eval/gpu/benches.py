@@ -14,7 +14,7 @@ from eval.bench.models import generate_steps
 from eval.bench.models.generate_steps import COMPILED, EAGER
 from eval.core.hardware import Device
 from eval.gpu.items import Item, Record
-from eval.gpu.settings import Settings
+from eval.gpu.plan import Settings
 
 SIZES = (
     (8, 8192), (8, 32768), (32, 8192), (32, 32768), (1, 2048), (1, 8192), (1, 32768), (8, 131072),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -21,8 +20,17 @@ from eval.core.console import header, terminal, usage_errors
 from eval.core.errors import UsageError
 from eval.core.isolation import Call, Outcome, Workers
 from eval.gpu.items import Item, Record
-from eval.gpu.sections import DRY_RUN_PHASE_WEIGHTS, PHASE_WEIGHTS, SECTIONS, items_of
-from eval.gpu.settings import DEFAULT_BUDGET_S, DRY_RUN_BUDGET_S, RESERVE_S, Budget, Settings
+from eval.gpu.plan import (
+    CORRECTNESS,
+    DEFAULT_BUDGET_S,
+    DRY_RUN_BUDGET_S,
+    RESERVE_S,
+    SECTIONS,
+    Settings,
+    deadline,
+    items_of,
+    phases_of,
+)
 
 if TYPE_CHECKING:
     from eval.gpu.report import Report
@@ -33,7 +41,6 @@ MAX_DEATHS = 6
 """Workers of one job that may die; each one means that an item took it down."""
 GRACE_S = 10.0
 """How long after its limit an item's process is killed: the item cannot stop itself."""
-SAY_EVERY_S = 5.0
 FILE_NAME = "gpu_check.json"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -103,13 +110,7 @@ def in_workers(settings: Settings, calls: Sequence[Call], deadline: float, jobs:
     return workers.run(calls, deadline)
 
 
-def check(
-    settings: Settings,
-    path: Path,
-    *,
-    items_of: ItemsOf = items_of,
-    run: Run = in_workers,
-) -> int:
+def check(settings: Settings, path: Path, *, items_of: ItemsOf = items_of, run: Run = in_workers) -> int:
     """Run the sections, write the file, print the tables; the exit code.
 
     Args:
@@ -120,70 +121,40 @@ def check(
     """
     from eval.gpu.report import Report
 
-    phases: dict[str, list[str]] = {}
-    for letter in settings.sections:
-        phases.setdefault(SECTIONS[letter].phase, []).append(letter)
-    weights = DRY_RUN_PHASE_WEIGHTS if settings.dry_run else PHASE_WEIGHTS
-    budget = Budget(settings.budget_s, {phase: weights[phase] for phase in phases})
+    started = time.time()
     report = Report(settings, path, _environment(settings))
-    progress = _Progress(budget, report)
-    report.write()
     described = header(report.environment, settings.backend)
-    progress.say(f"seed {settings.seed}, {settings.budget_s:.0f} s; {described}")
+    report.say(f"seed {settings.seed}, {settings.budget_s:.0f} s; {described}")
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        for phase, letters in phases.items():
-            started_s, deadline = time.monotonic(), budget.deadline(phase)
-            items = _items_of(letters, settings, items_of, report, progress)
-            progress.say(f"{phase}: sections {', '.join(letters)}, {deadline - time.time():.0f} s at most")
+        for phase, letters in phases_of(settings).items():
+            begun, ends = time.time(), deadline(settings, phase, started + settings.budget_s - RESERVE_S)
+            report.say(f"{phase}: sections {', '.join(letters)}, {ends - begun:.0f} s at most")
+            report.write()
+            items = _items(letters, settings, items_of, report)
             calls = [
                 Call((settings, *place), item.limit_s + GRACE_S, item.needs_s)
                 for place, item in items.items()
             ]
-            jobs = settings.jobs if phase == next(iter(PHASE_WEIGHTS)) else 1
-            with contextlib.closing(run(settings, calls, deadline, jobs)) as outcomes:
+            jobs = settings.jobs if phase == CORRECTNESS else 1
+            with contextlib.closing(run(settings, calls, ends, jobs)) as outcomes:
                 for outcome in outcomes:
                     _, letter, key = outcome.call.arguments
-                    progress.record(letter, _record_of(items[letter, key], outcome))
-            report.seconds |= dict.fromkeys(letters, round(time.monotonic() - started_s, 1))
-            report.write()
+                    report.add(letter, _record_of(items[letter, key], outcome))
+            report.seconds |= dict.fromkeys(letters, round(time.time() - begun, 1))
         report.finished = True
     except KeyboardInterrupt:
-        progress.say("interrupted; what is known so far:")
+        report.say("interrupted; what is known so far:")
     finally:
         report.write()
         signal.signal(signal.SIGTERM, before)
     report.show(terminal())
-    print(f"{budget.elapsed_s():.0f} s in all; all numbers in {path}", flush=True)
+    print(f"{time.time() - started:.0f} s in all; all numbers in {path}", flush=True)
     return report.exit_code
 
 
-class _Progress:
-    """Says what happens, and how far the run is."""
-
-    def __init__(self, budget: Budget, report: Report) -> None:
-        self._budget = budget
-        self._report = report
-        self._said_s = 0.0
-        self.expected: dict[str, int] = {}
-
-    def say(self, text: str) -> None:
-        print(f"[{self._budget.elapsed_s():4.0f} s] {text}", flush=True)
-
-    def record(self, letter: str, record: Record) -> None:
-        """Take a record in. Failures are said at once, the rest every few seconds."""
-        self._report.add(letter, record)
-        if record.is_failure:
-            self.say(f"{letter}:{record.key} {record.status}: {record.reason[:160]}")
-        if time.monotonic() - self._said_s >= SAY_EVERY_S:
-            self._said_s = time.monotonic()
-            found = self._report.records
-            counts = (f"{name} {len(found.get(name, {}))}/{count}" for name, count in self.expected.items())
-            self.say(f"{', '.join(counts)}; last {letter}:{record.key} ({record.seconds:.1f} s)")
-
-
-def _items_of(
-    letters: list[str], settings: Settings, items_of: ItemsOf, report: Report, progress: _Progress
+def _items(
+    letters: list[str], settings: Settings, items_of: ItemsOf, report: Report
 ) -> dict[tuple[str, str], Item]:
     """Items by section and key. A section that cannot be begun is recorded, and the others run."""
     items: dict[tuple[str, str], Item] = {}
@@ -191,10 +162,9 @@ def _items_of(
         try:
             found = items_of(letter, settings)
         except Exception:
-            report.crashes[letter] = traceback.format_exc()
-            progress.say(f"section {letter} crashed: {report.crashes[letter].strip().splitlines()[-1]}")
+            report.crash(letter, traceback.format_exc())
             continue
-        progress.expected[letter] = len(found)
+        report.expected[letter] = len(found)
         items |= {(letter, item.key): item for item in found}
     return items
 
@@ -215,19 +185,12 @@ def _environment(settings: Settings) -> dict[str, Any]:
 
     from eval.core.device import describe
 
+    driver = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no such program, no such driver
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     described = describe(torch.device("cpu" if settings.dry_run else "cuda"))
-    return {**described, "cuda": torch.version.cuda, "driver": _driver()}
-
-
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.strip().splitlines()), None)
+    return {**described, "cuda": torch.version.cuda, "driver": driver and driver.strip()}
 
 
 def _has_gpu() -> bool:

@@ -17,7 +17,7 @@ from eval.core.hardware import Device
 from eval.gpu import cases
 from eval.gpu.cases import DTYPES, ROOM_FOR_THE_DRAW, bits, relative_error, shared
 from eval.gpu.items import Item, Record
-from eval.gpu.settings import Settings
+from eval.gpu.plan import Settings
 from hf_paged_cache.formats import FORMATS
 from hf_paged_cache.kernels import dispatch, reference
 from hf_paged_cache.kernels.call import LayerBlocks, RowLengths, dense_entry

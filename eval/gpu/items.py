@@ -63,11 +63,9 @@ class Record:
     def reason(self) -> str:
         """One line on what is not as it should be; empty if all is well."""
         failed = [f"{check.what} {check.detail}".strip() for check in self.checks if not check.holds]
-        if failed:
-            return "; ".join(failed)
-        if self.crash is not None:
+        if not failed and self.crash is not None:
             return (self.crash.strip().splitlines() or ["?"])[-1]
-        return self.skipped or ""
+        return "; ".join(failed) or " ".join((self.skipped or "").split())
 
     def check(self, what: str, holds: bool, detail: str = "") -> bool:
         """Note a check; returns whether it holds. `detail` says what is wrong if it does not."""

@@ -16,7 +16,7 @@ import torch
 from eval.core.hardware import Device
 from eval.gpu.cases import relative_error, shared
 from eval.gpu.items import Item, Record
-from eval.gpu.settings import Settings
+from eval.gpu.plan import Settings
 
 models = shared("support.models")
 FAMILIES = ("llama", "mistral", "gemma2")

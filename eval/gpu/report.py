@@ -17,13 +17,12 @@ from eval.core import table
 from eval.core.results import document, to_json
 from eval.core.table import Column, Result, Row, fixed
 from eval.gpu.items import Record
-from eval.gpu.sections import SECTIONS
-from eval.gpu.settings import Settings
+from eval.gpu.plan import SECTIONS, Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-WRITE_EVERY_S = 2.0
+SAY_EVERY_S = 5.0
 MAX_LISTED = 12
 """Failures, and skipped items, that are listed; the file has all."""
 MAX_CHARS = 160
@@ -32,7 +31,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass
 class Report:
-    """What is known so far.
+    """What is known so far, said as it comes.
 
     Attributes:
         settings: of the run.
@@ -40,6 +39,7 @@ class Report:
         environment: what it runs on.
         records: section letter -> item key -> record.
         crashes: section letter -> traceback of a section that could not be begun.
+        expected: section letter -> how many items it has.
         seconds: section letter -> how long it took; sections that ran at one time have the same.
         finished: whether the run came to its end.
     """
@@ -49,23 +49,44 @@ class Report:
     environment: dict[str, Any] = field(default_factory=dict)
     records: dict[str, dict[str, Record]] = field(default_factory=dict)
     crashes: dict[str, str] = field(default_factory=dict)
+    expected: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     finished: bool = False
-    _written_s: float = field(default=-WRITE_EVERY_S, repr=False)
+    _started_s: float = field(default_factory=time.monotonic, repr=False)
+    _said_s: float = field(default=0.0, repr=False)
+
+    def say(self, text: str) -> None:
+        """Print a line with the time."""
+        print(f"[{time.monotonic() - self._started_s:4.0f} s] {text}", flush=True)
+
+    def crash(self, letter: str, error: str) -> None:
+        """Note that a section could not be begun."""
+        self.crashes[letter] = error
+        self.say(f"section {letter} crashed: {error.strip().splitlines()[-1]}")
 
     def add(self, letter: str, record: Record) -> None:
-        """Take a record in; the file follows within seconds."""
+        """Take a record in. Failures are said at once, the rest every few seconds, as the file is written."""
         self.records.setdefault(letter, {})[record.key] = record
-        if time.monotonic() - self._written_s >= WRITE_EVERY_S:
+        if record.is_failure:
+            self.say(f"{letter}:{record.key} {record.status}: {record.reason[:MAX_CHARS]}")
+        if time.monotonic() - self._said_s >= SAY_EVERY_S:
+            self._said_s = time.monotonic()
+            done = (
+                f"{name} {len(self.records.get(name, {}))}/{all_}" for name, all_ in self.expected.items()
+            )
+            self.say(f"{', '.join(done)}; last {letter}:{record.key} ({record.seconds:.1f} s)")
             self.write()
 
-    def failures(self) -> list[tuple[str, Record]]:
-        """Section letters and records of what is wrong."""
+    def failures(self) -> list[str]:
+        """What is wrong, a line each."""
         return [
-            (letter, record)
-            for letter, records in self.records.items()
-            for record in records.values()
-            if record.is_failure
+            *(f"section {x} crashed: {why.strip().splitlines()[-1]}" for x, why in self.crashes.items()),
+            *(
+                f"{record.status.upper()} {letter}:{record.key}: {record.reason[:MAX_CHARS]}"
+                for letter, records in self.records.items()
+                for record in records.values()
+                if record.is_failure
+            ),
         ]
 
     @property
@@ -74,79 +95,66 @@ class Report:
 
         Required numbers that are missed and skipped items do not count.
         """
-        return 1 if self.failures() or self.crashes or not self.finished else 0
+        return 1 if self.failures() or not self.finished else 0
 
     def results(self) -> list[Result]:
         """A table for each section that was asked for."""
         return [_result(letter, self) for letter in self.settings.sections]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return document(
+    def write(self) -> None:
+        """Replace the file, at once and as a whole."""
+        sections = {
+            letter: {
+                "seconds": self.seconds.get(letter),
+                "crash": self.crashes.get(letter),
+                "counts": dict(_counts(self.records.get(letter, {}))),
+                "records": [record.to_dict() for record in self.records.get(letter, {}).values()],
+            }
+            for letter in self.settings.sections
+        }
+        content = document(
             self.environment,
             asdict(self.settings),
             [result.to_dict() for result in self.results()],
             finished=self.finished,
             exit_code=self.exit_code,
-            sections={
-                letter: {
-                    "seconds": self.seconds.get(letter),
-                    "crash": self.crashes.get(letter),
-                    "counts": dict(_counts(self.records.get(letter, {}))),
-                    "records": [record.to_dict() for record in self.records.get(letter, {}).values()],
-                }
-                for letter in self.settings.sections
-            },
+            sections=sections,
         )
-
-    def write(self) -> None:
-        """Replace the file, at once and as a whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".json.part")
-        draft.write_text(to_json(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        draft.write_text(to_json(content, indent=1) + "\n", encoding="utf-8")
         os.replace(draft, self.path)
-        self._written_s = time.monotonic()
 
     def show(self, console: Console) -> None:
         """Print the tables, what was skipped, what failed, and the outcome, what matters most at the end."""
-        results = self.results()
+        results, failures = self.results(), self.failures()
         for result in results:
             if result.rows:
                 table.show(console, result)
-        required = [table.summary(results)] if any(r.bounds for x in results for r in x.rows) else []
-        for line in (*self._notable(), *required, self._outcome()):
-            console.print(line, highlight=False, markup=False)
-
-    def _notable(self) -> Iterator[str]:
-        for letter, crash in self.crashes.items():
-            yield f"section {letter} crashed: {crash.strip().splitlines()[-1]}"
-        skipped: dict[str, list[str]] = {}
-        for letter, records in self.records.items():
-            for record in records.values():
-                if record.status in ("skipped", "unavailable"):
-                    skipped.setdefault(f"{record.status}: {record.reason}", []).append(
-                        f"{letter}:{record.key}"
-                    )
-        for reason, keys in skipped.items():
-            more = f" and {len(keys) - MAX_LISTED} more" if len(keys) > MAX_LISTED else ""
-            yield f"{reason[:MAX_CHARS]}: {', '.join(keys[:MAX_LISTED])}{more}"
-        failures = self.failures()
-        for letter, record in failures[:MAX_LISTED]:
-            yield f"{record.status.upper()} {letter}:{record.key}: {record.reason[:MAX_CHARS]}"
-        if len(failures) > MAX_LISTED:
-            yield f"and {len(failures) - MAX_LISTED} more failures"
-
-    def _outcome(self) -> str:
-        failures = len(self.failures()) + len(self.crashes)
         counts = sum(map(_counts, self.records.values()), Counter[str]())
-        parts = [
-            f"{failures} FAILED" if failures else "ALL RIGHT" if self.finished else "BROKEN OFF",
+        outcome = (
+            f"{len(failures)} FAILED" if failures else "ALL RIGHT" if self.finished else "BROKEN OFF",
             f"{counts['ok']} of {counts.total()} items ok",
             f"{counts['skipped']} skipped",
             f"backend {self.settings.backend}, seed {self.settings.seed}",
             *(["dry run: no speed here means anything"] if self.settings.dry_run else []),
-        ]
-        return "; ".join(parts)
+        )
+        required = [table.summary(results)] if any(r.bounds for x in results for r in x.rows) else []
+        more = [f"and {len(failures) - MAX_LISTED} more failures"] if len(failures) > MAX_LISTED else []
+        for line in (*self._skipped(), *failures[:MAX_LISTED], *more, *required, "; ".join(outcome)):
+            console.print(line, highlight=False, markup=False)
+
+    def _skipped(self) -> Iterator[str]:
+        """Skipped items, those of one reason in one line."""
+        by_reason: dict[str, list[str]] = {}
+        for letter, records in self.records.items():
+            for record in records.values():
+                if record.status in ("skipped", "unavailable"):
+                    reason = f"{record.status}: {record.reason}"[:MAX_CHARS]
+                    by_reason.setdefault(reason, []).append(f"{letter}:{record.key}")
+        for reason, keys in by_reason.items():
+            more = f" and {len(keys) - MAX_LISTED} more" if len(keys) > MAX_LISTED else ""
+            yield f"{reason}: {', '.join(keys[:MAX_LISTED])}{more}"
 
 
 def _counts(records: dict[str, Record]) -> Counter[str]:

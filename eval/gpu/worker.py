@@ -21,9 +21,9 @@ import torch
 from eval.core.hardware import TOY, Device, Skip
 from eval.core.isolation import Last
 from eval.core.table import WrongAnswer
-from eval.gpu import sections
+from eval.gpu import plan
 from eval.gpu.items import Item, Record
-from eval.gpu.settings import Settings
+from eval.gpu.plan import Settings
 
 
 def run_one(settings: Settings, letter: str, key: str) -> Record | Last:
@@ -42,7 +42,7 @@ def open_device(dry_run: bool) -> Device:
 
 @cache
 def _items(letter: str, settings: Settings) -> dict[str, Item]:
-    return {item.key: item for item in sections.items_of(letter, settings)}
+    return {item.key: item for item in plan.items_of(letter, settings)}
 
 
 def run_item(item: Item, device: Any) -> Record:

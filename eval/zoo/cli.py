@@ -107,14 +107,14 @@ def _hand_out(console: Any, reports: list[Report], options: Options, json_file: 
     import torch
 
     from eval.core import device
-    from eval.zoo import groups, support
+    from eval.zoo import support
 
     support.show(console, reports)
     if json_file is None:
         return
     described = device.describe(torch.device("cpu"))
-    types = [{"group": groups.group_of(report), **dataclasses.asdict(report)} for report in reports]
-    counts = groups.counts(reports)
+    types = [{"group": support.group_of(report), **dataclasses.asdict(report)} for report in reports]
+    counts = {group: len(members) for group, members in support.grouped(reports).items()}
     write_json(
         json_file,
         {"environment": described, "settings": vars(options), "counts": counts, "types": types},

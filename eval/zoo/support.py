@@ -1,4 +1,4 @@
-"""All types in tables: on the screen, and on a page for users."""
+"""Reports in groups, in words and in tables: on the screen, and on a page for users."""
 
 from __future__ import annotations
 
@@ -10,11 +10,87 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval.core.table import markdown
-from eval.zoo import groups, kinds, runs
-from eval.zoo.checks import CASES
-from eval.zoo.examine import Options, Report
+from eval.zoo import checks, kinds, reads, runs
+from eval.zoo.checks import CASES, Verdict
+from eval.zoo.examine import RUNS, Options, Report
 
-_COLOURS = {groups.WRONG: "red", groups.REFUSED: "yellow", groups.UNKNOWN: "dim"}
+WRONG = "wrong"
+UNKNOWN = "not looked at"
+REFUSED = "refused"
+
+GROUPS = {
+    WRONG: "PagedCache does not give what the default cache gives. This is a bug",
+    reads.BLOCKS: "Attention reads the blocks in place",
+    reads.MIXED: "Some layers read the blocks in place, others get dense tensors",
+    reads.DENSE: "The model's own code reads K and V, which become dense tensors at every step",
+    reads.NONE: "Nothing lies in blocks: what the layers keep is stored by transformers' own classes",
+    REFUSED: "Refused with an error when the cache is made or first used",
+    UNKNOWN: "Not looked at: it cannot be built or run by itself",
+}
+"""Every group and what it means, in the order of the tables."""
+
+
+def group_of(report: Report) -> str:
+    """The group that a report belongs to."""
+    if report.is_wrong:
+        return WRONG
+    if report.refusal is not None:
+        return REFUSED
+    statuses = {verdict.status for verdict in report.verdicts.values()}
+    return report.reads if checks.EQUAL in statuses else UNKNOWN
+
+
+def grouped(reports: Sequence[Report]) -> dict[str, list[Report]]:
+    """Reports by group, those without any left out, each sorted by name."""
+    by_name = sorted(reports, key=lambda report: report.name)
+    found = {group: [report for report in by_name if group_of(report) == group] for group in GROUPS}
+    return {group: members for group, members in found.items() if members}
+
+
+def headline(reports: Sequence[Report]) -> str:
+    """Types, and classes by group, in a line."""
+    types = len({report.model_type for report in reports})
+    parts = ", ".join(f"{len(members)} {group}" for group, members in grouped(reports).items())
+    return f"{types} types, {len(reports)} model classes: {parts}"
+
+
+def checks_in_words(report: Report) -> str:
+    """`equal`, or which cases are not, and why."""
+    if report.problem is not None:
+        return report.problem
+    if report.refusal is not None:
+        return report.refusal
+    others = [
+        f"{name} {_in_words(verdict)}"
+        for name, verdict in report.verdicts.items()
+        if verdict.status != checks.EQUAL
+    ]
+    return "; ".join(([checks.EQUAL] if len(others) < len(report.verdicts) else []) + others)
+
+
+def _in_words(verdict: Verdict) -> str:
+    reason = f" ({verdict.reason})" if verdict.reason else ""
+    if verdict.default is None or verdict.status == checks.AS_DEFAULT:
+        return f"{verdict.status}{reason}"
+    if verdict.default == verdict.status:
+        return f"{verdict.status} with the default cache too{reason}"
+    return f"{verdict.status}, default cache {verdict.default}{reason}"
+
+
+def formats_in_words(report: Report) -> str:
+    """`all`, or those that run, and why others do not."""
+    runs = [name for name, outcome in report.formats.items() if outcome == RUNS]
+    if not report.formats or not runs:
+        return ""
+    if len(runs) == len(report.formats):
+        return "all"
+    others = [f"{name} {outcome}" for name, outcome in report.formats.items() if outcome != RUNS]
+    return f"{', '.join(runs)}; {'; '.join(others)}"
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+_COLOURS = {WRONG: "red", REFUSED: "yellow", UNKNOWN: "dim"}
 
 _CASES = {
     "plain": "a batch without padding",
@@ -38,7 +114,7 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
     attention = options.attention or "the attention that transformers chooses"
     parts = [
         "# Which models PagedCache serves",
-        f"**{groups.headline(reports)}.**",
+        f"**{headline(reports)}.**",
         f"Written by `python -m eval.zoo` with {packages}, blocks of {options.block_size} tokens, "
         f"{attention}, on a CPU. Every generative class that transformers registers is built tiny, with "
         "random weights, and generates with the default cache and with PagedCache: "
@@ -50,20 +126,20 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
         + "; ".join(f"*{kind}* {meaning}" for kind, meaning in kinds.KINDS.items())
         + ".",
     ]
-    for group, members in groups.grouped(reports).items():
-        parts += [f"## {groups.GROUPS[group]} ({len(members)})", _table(group, members)]
+    for group, members in grouped(reports).items():
+        parts += [f"## {GROUPS[group]} ({len(members)})", _table(group, members)]
     return "\n\n".join(parts) + "\n"
 
 
 def _table(group: str, members: list[Report]) -> str:
     rows = [[f"`{report.name}`", f"`{report.class_name}`", *_cells(report)] for report in members]
-    if group in (groups.REFUSED, groups.UNKNOWN):
+    if group in (REFUSED, UNKNOWN):
         return markdown(["type", "class", "why"], [[row[0], row[1], row[-1]] for row in rows])
     return markdown(["type", "class", "layers", "formats", "checks"], rows)
 
 
 def _cells(report: Report) -> list[str]:
-    return [", ".join(report.kinds), groups.formats_in_words(report), groups.checks_in_words(report)]
+    return [", ".join(report.kinds), formats_in_words(report), checks_in_words(report)]
 
 
 def show(console: Console, reports: Sequence[Report]) -> None:
@@ -71,10 +147,10 @@ def show(console: Console, reports: Sequence[Report]) -> None:
     table = Table(title="model types and PagedCache", title_justify="left", title_style="bold")
     for heading in ("type", "K and V", "layers", "formats", "checks"):
         table.add_column(heading, overflow="fold")
-    for group, members in groups.grouped(reports).items():
+    for group, members in grouped(reports).items():
         for report in members:
             cells = (report.name, group, *_cells(report))
             table.add_row(*(escape(cell) for cell in cells), style=_COLOURS.get(group))
         table.add_section()
     console.print(table)
-    console.print(groups.headline(reports), highlight=False)
+    console.print(headline(reports), highlight=False)

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from eval.core.hardware import TOY, Device
 from eval.core.isolation import NO_TIME, Call, Outcome
 from eval.core.timing import Contender, interleave
-from eval.gpu import cases, cli, kernels, sections
+from eval.gpu import cases, cli, kernels, plan
 from eval.gpu.items import Item, Record
-from eval.gpu.settings import Settings
+from eval.gpu.plan import Settings
 from eval.gpu.worker import run_item
 from tests.eval.gpu_items import crash, fine
 from tests.kernels import cases as tables
@@ -230,12 +230,12 @@ def test_the_seed_is_the_clocks_unless_it_is_given() -> None:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_items_of_all_sections_have_keys_of_their_own(dry_run: bool) -> None:
-    for letter in sections.SECTIONS:
-        assert sections.items_of(letter, Settings(dry_run=dry_run))
+    for letter in plan.SECTIONS:
+        assert plan.items_of(letter, Settings(dry_run=dry_run))
 
 
 def test_a_full_run_has_every_attention_case_in_every_dtype() -> None:
-    keys = {item.key for item in sections.items_of("a", Settings())}
+    keys = {item.key for item in plan.items_of("a", Settings())}
     for case in tables.CASES:
         for dtype in ("float32", "bfloat16", "float16"):
             assert f"decode/{dtype}/{case.name}" in keys
@@ -249,8 +249,8 @@ def test_cases_of_the_dry_run_exist() -> None:
 def test_it_loads_nothing_that_a_bare_gpu_machine_may_lack() -> None:
     code = (
         "import sys, eval.gpu_check, eval.gpu.cli, eval.gpu.worker\n"
-        "from eval.gpu import sections\nfrom eval.gpu.settings import Settings\n"
-        "[sections.items_of(letter, Settings()) for letter in sections.SECTIONS]\n"
+        "from eval.gpu import plan\nfrom eval.gpu.plan import Settings\n"
+        "[plan.items_of(letter, Settings()) for letter in plan.SECTIONS]\n"
         f"print([name for name in {LIGHT!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -291,7 +291,7 @@ def test_a_dry_run_of_attention_finds_the_torch_backend_right(tmp_path: Path) ->
 
 def test_the_items_of_a_dry_run_find_the_torch_kernels_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "torch")
-    records = [run_item(item, TOY) for item in sections.items_of("a", Settings(dry_run=True, seed=3))]
+    records = [run_item(item, TOY) for item in plan.items_of("a", Settings(dry_run=True, seed=3))]
     assert {record.key: record.reason for record in records if record.status != "ok"} == {}
     decoded = next(record for record in records if record.key == "decode/float32/gqa_5")
     assert decoded.values["backend"] == "torch"

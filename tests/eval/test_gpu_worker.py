@@ -7,43 +7,31 @@ import pytest
 from eval.core.hardware import Device, Skip
 from eval.core.isolation import Last
 from eval.core.table import WrongAnswer
-from eval.gpu import sections, worker
+from eval.gpu import plan, worker
 from eval.gpu.items import Item, Record
-from eval.gpu.settings import RESERVE_S, Budget, Settings
+from eval.gpu.plan import Settings
 from eval.gpu.worker import run_item, run_one
 from tests.eval.gpu_items import crash, fine
 
 # --- the time -----------------------------------------------------------------------------------------------
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def test_a_phase_leaves_its_unused_time_to_those_after_it() -> None:
-    clock = Clock()
-    budget = Budget(100.0 + RESERVE_S, {"a": 1.0, "b": 1.0, "c": 2.0}, clock)
-    assert budget.deadline("a") == 1000.0 + 25.0
-    clock.now_s += 10.0
-    assert budget.deadline("b") == clock.now_s + 90.0 / 3
-    clock.now_s += 30.0
-    assert budget.deadline("c") == 1000.0 + 100.0
+def test_a_phase_leaves_its_unused_time_to_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PHASE_WEIGHTS", {plan.CORRECTNESS: 1.0, "attention": 1.0, "end to end": 2.0})
+    settings, ends = Settings(), 1100.0
+    assert plan.deadline(settings, plan.CORRECTNESS, ends, now=1000.0) == 1025.0
+    assert plan.deadline(settings, "attention", ends, now=1010.0) == 1010.0 + 90.0 / 3
+    assert plan.deadline(settings, "end to end", ends, now=1040.0) == ends
+    assert plan.deadline(Settings(sections=("a",)), plan.CORRECTNESS, ends, now=1040.0) == ends
 
 
 def test_no_time_is_left_after_the_end() -> None:
-    clock = Clock()
-    budget = Budget(60.0, {"a": 1.0}, clock)
-    clock.now_s += 61.0
-    assert budget.deadline("a") == clock.now_s
+    assert plan.deadline(Settings(), plan.CORRECTNESS, ends=1000.0, now=1001.0) == 1001.0
 
 
 def test_every_phase_has_a_share_of_the_time() -> None:
-    phases = {section.phase for section in sections.SECTIONS.values()}
-    assert set(sections.PHASE_WEIGHTS) == phases == set(sections.DRY_RUN_PHASE_WEIGHTS)
+    phases = {section.phase for section in plan.SECTIONS.values()}
+    assert set(plan.PHASE_WEIGHTS) == phases == set(plan.DRY_RUN_PHASE_WEIGHTS)
 
 
 # --- one item -----------------------------------------------------------------------------------------------

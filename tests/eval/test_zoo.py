@@ -16,13 +16,13 @@ from eval.core.errors import UsageError
 from eval.zoo import (
     checks,
     exceptions,
-    groups,
     inputs,
     kinds,
     reads,
     registry,
     runs,
     sizes,
+    support,
     tiny,
 )
 from eval.zoo.checks import CASES, Case, Reference, Verdict
@@ -280,35 +280,35 @@ EQUAL = Verdict(checks.EQUAL)
         (report_of(EQUAL, reads=reads.NONE), reads.NONE, "equal"),
         (
             report_of(Verdict(checks.DIFFERENT, 0.5, default=checks.EQUAL)),
-            groups.WRONG,
+            support.WRONG,
             "plain not equal, default cache equal",
         ),
         (
             report_of(Verdict(checks.IGNORED, reason="why", default=checks.IGNORED)),
-            groups.UNKNOWN,
+            support.UNKNOWN,
             "plain ignored with the default cache too (why)",
         ),
-        (report_of(Verdict(checks.REFUSED, reason="why", default=checks.EQUAL)), groups.REFUSED, "why"),
-        (report_of(EQUAL, formats={"auto": RUNS, "int4": "fails: oops"}), groups.WRONG, "equal"),
+        (report_of(Verdict(checks.REFUSED, reason="why", default=checks.EQUAL)), support.REFUSED, "why"),
+        (report_of(EQUAL, formats={"auto": RUNS, "int4": "fails: oops"}), support.WRONG, "equal"),
         (report_of(EQUAL, formats={"auto": "fails: oops", "int4": "fails: oops"}), reads.BLOCKS, "equal"),
         (report_of(EQUAL, formats={"auto": RUNS, "int4": "refused: no"}), reads.BLOCKS, "equal"),
-        (Report("a", "a", "A", problem="skipped"), groups.UNKNOWN, "skipped"),
-        (Report("a", "a", "A", problem="died", has_died=True), groups.WRONG, "died"),
+        (Report("a", "a", "A", problem="skipped"), support.UNKNOWN, "skipped"),
+        (Report("a", "a", "A", problem="died", has_died=True), support.WRONG, "died"),
     ],
 )
 def test_a_report_is_put_in_its_group_and_into_words(report: Report, group: str, words: str) -> None:
-    assert groups.group_of(report) == group
-    assert report.is_wrong == (group == groups.WRONG)
-    assert groups.checks_in_words(report) == words
+    assert support.group_of(report) == group
+    assert report.is_wrong == (group == support.WRONG)
+    assert support.checks_in_words(report) == words
 
 
 def test_formats_are_named_where_not_all_of_them_run() -> None:
     formats = {"auto": RUNS, "int8": RUNS, "int4": "refused: head_dim 6"}
     assert (
-        groups.formats_in_words(report_of(EQUAL, formats=formats)) == "auto, int8; int4 refused: head_dim 6"
+        support.formats_in_words(report_of(EQUAL, formats=formats)) == "auto, int8; int4 refused: head_dim 6"
     )
-    assert groups.formats_in_words(report_of(EQUAL, formats={"auto": RUNS})) == "all"
-    assert groups.formats_in_words(report_of(EQUAL)) == ""
+    assert support.formats_in_words(report_of(EQUAL, formats={"auto": RUNS})) == "all"
+    assert support.formats_in_words(report_of(EQUAL)) == ""
 
 
 def test_counts_add_up_and_are_sorted_by_group() -> None:
@@ -317,9 +317,8 @@ def test_counts_add_up_and_are_sorted_by_group() -> None:
         report_of(EQUAL, reads=reads.DENSE),
         report_of(EQUAL, name="b", model_type="b"),
     ]
-    assert groups.counts(reports) == {reads.BLOCKS: 2, reads.DENSE: 1}
-    assert groups.headline(reports) == "2 types, 3 model classes: 2 blocks, 1 dense"
-    assert [report.name for report in groups.grouped(reports)[reads.BLOCKS]] == ["b", "z"]
+    assert support.headline(reports) == "2 types, 3 model classes: 2 blocks, 1 dense"
+    assert [report.name for report in support.grouped(reports)[reads.BLOCKS]] == ["b", "z"]
 
 
 # --- one type, one process ----------------------------------------------------------------------------------
