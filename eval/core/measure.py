@@ -10,8 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -92,18 +91,24 @@ class StepTimer:
         return time.perf_counter()
 
 
-class PeakMemory(Protocol):
-    """The peak of memory while used as a context manager."""
+class PeakMemory:
+    """The peak of memory while used as a context manager; its classes say how."""
 
-    peak_bytes: int  # the highest total, weights and everything else included
-    rise_bytes: int  # `peak_bytes` less what was held at the start
-    method: str  # one line for the report: what these numbers are
+    method: ClassVar[str]  # one line for the report: what these numbers are
 
-    def __enter__(self) -> Self: ...
+    def __init__(self) -> None:
+        self.peak_bytes = 0  # the highest total, weights and everything else included
+        self.rise_bytes = 0  # `peak_bytes` less what was held at the start
+        self._start_bytes = 0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        raise NotImplementedError
+
+    def __exit__(self, *error: object) -> None:
+        raise NotImplementedError
+
+    def _end(self, peak_bytes: int) -> None:
+        self.peak_bytes, self.rise_bytes = peak_bytes, max(0, peak_bytes - self._start_bytes)
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
@@ -115,14 +120,14 @@ def peak_memory(device: torch.device) -> PeakMemory:
     return SampledPeak()
 
 
-class CudaPeak:
+class CudaPeak(PeakMemory):
     """Peak of the tensors that torch's allocator handed out on the device; not what it keeps in reserve."""
 
     method = "torch.cuda.max_memory_allocated: the highest sum of tensors alive on the device"
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self.peak_bytes = self.rise_bytes = 0
 
     def __enter__(self) -> Self:
         gc.collect()
@@ -133,19 +138,10 @@ class CudaPeak:
 
     def __exit__(self, *error: object) -> None:
         torch.cuda.synchronize(self._device)
-        self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        self.rise_bytes = self.peak_bytes - self._start_bytes
+        self._end(torch.cuda.max_memory_allocated(self._device))
 
 
-class _ResidentPeak:
-    def __init__(self) -> None:
-        self.peak_bytes = self.rise_bytes = self._start_bytes = 0
-
-    def _end(self, peak_bytes: int) -> None:
-        self.peak_bytes, self.rise_bytes = peak_bytes, max(0, peak_bytes - self._start_bytes)
-
-
-class HighWaterPeak(_ResidentPeak):
+class HighWaterPeak(PeakMemory):
     """Peak resident memory of the whole process as the Linux kernel saw it, reset at the start.
 
     Freed memory that the C library still holds is handed back to the kernel before the start; otherwise one
@@ -166,7 +162,7 @@ class HighWaterPeak(_ResidentPeak):
         self._end(_high_water_bytes())
 
 
-class SampledPeak(_ResidentPeak):
+class SampledPeak(PeakMemory):
     """Highest resident memory of the process seen by a thread that looks every `interval_s` seconds.
 
     The last resort, where the kernel's own high-water mark cannot be reset: a peak that lasts less than the

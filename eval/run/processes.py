@@ -48,22 +48,18 @@ class Processes:
         Raises:
             UsageError: one was raised, here or elsewhere.
         """
-        problem = None
+        problems: list[str | None] = [None]
         try:
             yield
         except UsageError as error:
-            problem = str(error)
-        found = next((each for each in self._problems(problem) if each is not None), None)
+            problems = [str(error)]
+        if self._state is not None:
+            from accelerate.utils import gather_object
+
+            problems = gather_object(problems)
+        found = next((each for each in problems if each is not None), None)
         if found is not None:
             raise UsageError(found)
-
-    def _problems(self, mine: str | None) -> list[str | None]:
-        if self._state is None:
-            return [mine]
-        from accelerate.utils import gather_object
-
-        problems: list[str | None] = gather_object([mine])
-        return problems
 
     def share(self, unit_index: int) -> bool:
         """Whether a unit is this process's to run."""

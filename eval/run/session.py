@@ -95,18 +95,13 @@ class Session:
     def _work(self, loaded: LoadedModel, work: Work, progress: Progress) -> None:
         """All tasks; the timed ones when nobody else is at work any more."""
         entries = [CACHES[name] for name in self._settings.caches]
-        mine = [
-            unit
-            for name, units in work.items()
-            for unit in units
-            if TASKS[name].is_timed or self._processes.share(unit.index)
-        ]
-        progress.update("", total=len(mine) * len(entries))
+        mine = runner.Runner(loaded, entries, self._journal, self._processes, progress.update)
+        units = sum(len(mine.mine(TASKS[name], units)) for name, units in work.items())
+        progress.update("", total=units * len(entries))
         for name in sorted(work, key=lambda name: TASKS[name].is_timed):
             if TASKS[name].is_timed:
                 self._processes.wait()
-            task, units = TASKS[name], work[name]
-            runner.run_task(loaded, task, units, entries, self._journal, self._processes, progress.update)
+            mine.run(TASKS[name], work[name])
         progress.update("done here")
         self._processes.wait()
 

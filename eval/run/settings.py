@@ -28,9 +28,9 @@ class Settings:
     tasks: tuple[str, ...] = ("summarization", "translation", "retrieval", "perplexity")
     # names of `eval.caches.CACHES`; `all` is every one
     caches: tuple[str, ...] = ("dynamic", "paged", "paged-int8", "paged-int4")
-    # samples of each task; windows of `perplexity` and texts of `fidelity` count for eight. With few the
-    # `retrieval` task looks at the shorter of its contexts.
-    limit: int = 8
+    # samples of each task; windows of `perplexity` and texts of `fidelity` count for eight. With few, windows
+    # and the contexts of `retrieval` are shorter, unless they were asked for. Six can tell two caches apart.
+    limit: int = 6
     batch_size: int = 8  # prompts generated together, padded on the left
     max_new_tokens: int | None = None  # tokens generated for each sample; None leaves it to each task
     # lengths in tokens that the tasks `retrieval`, `perplexity` and `latency` look at; None leaves them to

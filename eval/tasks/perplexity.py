@@ -30,6 +30,8 @@ from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit
 
 CHUNK_TOKENS = 64
 _DEFAULT_CONTEXT_TOKENS = 2048
+_CONTEXT_TOKENS_PER_SAMPLE = 128
+"""With few samples a window is shorter, unless its length was asked for."""
 SAMPLES_PER_WINDOW = 8
 """What a window counts for: it takes as long as so many short answers."""
 
@@ -54,7 +56,8 @@ class Perplexity(Task):
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
         """Windows of the longest of `settings.contexts`, spread evenly over the text."""
         limit = context_tokens(loaded.model)
-        length = max(settings.contexts or [min(_DEFAULT_CONTEXT_TOKENS, limit or _DEFAULT_CONTEXT_TOKENS)])
+        default = min(_DEFAULT_CONTEXT_TOKENS, _CONTEXT_TOKENS_PER_SAMPLE * settings.limit)
+        length = max(settings.contexts or [min(default, limit or default)])
         check_context(loaded.model, length, "the windows of the task 'perplexity'", "smaller --contexts")
         if length < 2:
             raise UsageError("a window of 1 token predicts none; choose larger --contexts for 'perplexity'")

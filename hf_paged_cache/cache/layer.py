@@ -13,12 +13,13 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_paged_cache.attention import compiled_step, graph_operator
 from hf_paged_cache.attention.masks import PagedLength, StaticLength
 from hf_paged_cache.attention.view import StoredKV
-from hf_paged_cache.errors import WAYS_TO_CHANGE, CacheMismatchError, PagedCacheError, UnstorableValueError
+from hf_paged_cache.errors import WAYS_TO_CHANGE, CacheMismatchError, PagedCacheError
 from hf_paged_cache.forward.state import CacheState, no_new_tokens
 from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.kernels.autocast import as_attended
 from hf_paged_cache.kernels.call import LayerBlocks
+from hf_paged_cache.store.pool_tensors import NewTokens
 from hf_paged_cache.store.static_group import StaticGroup
 
 
@@ -55,7 +56,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if self.layer_idx not in self._state.blocks:
             if not _have_content(key_states, value_states):
                 self._raise_mismatch(key_states, value_states)
-            self._state.claim(self.layer_idx, as_attended(key_states), as_attended(value_states))
+            new = NewTokens.of(as_attended(key_states), as_attended(value_states))
+            self._state.claim(self.layer_idx, new)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -100,22 +102,23 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         key_states, value_states = dense(key_states), dense(value_states)
         self._check(key_states, value_states)
         _check_data(self.layer_idx, key_states, value_states)
-        start, new_tokens = state.rows.tokens[self.layer_idx], key_states.shape[2]
-        joins = state.is_open and state.rows.is_next(self.layer_idx)
-        is_first = not joins or start + new_tokens != state.rows.end
-        if is_first:
-            state.begin_step(self.layer_idx, key_states, value_states)
-        else:
+        new, rows = NewTokens.of(key_states, value_states), state.rows
+        joins = state.is_open and rows.is_next(self.layer_idx)
+        if joins and rows.tokens[self.layer_idx] + new.count == rows.end:
             state.join_step(self.layer_idx)
+        else:
+            state.begin_step(self.layer_idx, new)
         try:
-            stored = self._store(key_states, value_states, state.rows.start)
+            if self.layer_idx not in state.blocks:
+                state.claim(self.layer_idx, new)
+            stored = self._store(key_states, value_states, rows.start)
         except BaseException:
             if state.is_open:  # not taken back yet
                 state.abort_step()
             raise
         wants_gradients = key_states.requires_grad or value_states.requires_grad
         if torch.is_grad_enabled() and (wants_gradients or state.rows.gradients_from is not None):
-            return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
+            return stored.in_graph(is_lazy=False)  # below a view the gradient would be lost
         if state.is_attended():
             return stored.views()
         keys, values = stored.dense()  # a compiler around the host's attention (flex) sees nothing in a view
@@ -124,21 +127,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
         """Write what this layer brings to the step in progress."""
         state = self._state
-        if self.layer_idx not in state.blocks:
-            self.lazy_initialization(key_states, value_states)
-        blocks = state.blocks[self.layer_idx]
         stored_keys, stored_values = key_states, value_states
         if key_states.requires_grad or value_states.requires_grad:
             # What is stored is a constant; a backend in torch would else make the pool part of the graph.
             if torch.is_grad_enabled() and state.rows.gradients_from is None:
                 state.rows.gradients_from = start
             stored_keys, stored_values = key_states.detach(), value_states.detach()
-        if blocks.records is not None:
-            self._write_quantized(blocks, stored_keys, stored_values, start)
-        else:
-            dispatch.write(blocks, stored_keys, stored_values, start)
-        state.written(self.layer_idx, stored_keys, stored_values)
-        first = self._first_visible(start)
+        state.write(self.layer_idx, stored_keys, stored_values)
+        blocks, first = state.blocks[self.layer_idx], self._first_visible(start)
         return StoredKV(state, blocks, self.layer_idx, first, state.rows.end, (key_states, value_states))
 
     def update_traced(
@@ -326,7 +322,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
         if self._state.rows.gradients_from is not None and torch.is_grad_enabled():
-            return stored.in_graph(*stored.views())
+            return stored.in_graph(is_lazy=True)
         return stored.views()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is
@@ -340,20 +336,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     @property
     def _blocks(self) -> LayerBlocks | None:
         return self._state.blocks.get(self.layer_idx)
-
-    def _write_quantized(
-        self, blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
-    ) -> None:
-        state, group = self._state, self._state.layer_groups.of(self.layer_idx)
-        if group.is_unguarded(self.layer_idx):
-            state.change(partial(group.check_keys, self.layer_idx, key_states, start))
-        try:
-            dispatch.write(blocks, key_states, value_states, start)
-        except UnstorableValueError as error:
-            raise UnstorableValueError(
-                f"layer {self.layer_idx}: {error}. The step is taken back. Look for what makes the model "
-                f"overflow, or keep the layer as it is: layer_dtypes={{{self.layer_idx}: 'auto'}}"
-            ) from error
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""

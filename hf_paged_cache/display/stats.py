@@ -15,8 +15,6 @@ from .figures import byte_unit, new_figure, written
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SIZE_INCHES = (10.0, 3.2)
-_ROOM_FOR_NUMBERS = 1.25
 # Of layer groups: told apart by pattern and by lightness, so that grey will do.
 _LOOKS = (
     {"facecolor": "#1d4e6b", "hatch": ""},
@@ -140,7 +138,7 @@ class CacheStats:
         Raises:
             PagedCacheError: matplotlib is not installed.
         """
-        figure = new_figure(*_SIZE_INCHES, instead="`cache.stats()` itself")
+        figure = new_figure(10.0, 3.2, instead="`cache.stats()` itself")
         blocks, sizes = figure.subplots(1, 2)
         _draw_blocks(blocks, self)
         _draw_bytes(sizes, self.bytes_by_format)
@@ -185,7 +183,7 @@ def _draw_bars(
 
 
 def _finish(axes: Any, names: Sequence[str], largest: float) -> None:
-    axes.set_xlim(0, _ROOM_FOR_NUMBERS * (largest or 1))
+    axes.set_xlim(0, 1.25 * (largest or 1))  # the numbers stand beside the bars
     axes.set_yticks(range(len(names)), names)
     around = 1.0 if len(names) == 1 else 0.6  # so that a single bar is no wall
     axes.set_ylim(len(names) - 1 + around, -around)

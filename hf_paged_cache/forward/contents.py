@@ -12,16 +12,17 @@ import torch
 from hf_paged_cache.errors import PagedCacheError, PoolExhausted
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.store import static_group
+from hf_paged_cache.store.holder import Saved
 from hf_paged_cache.store.layer_groups import LayerGroups
-from hf_paged_cache.store.store import Saved
+from hf_paged_cache.store.pool_tensors import NewTokens
 
 from .rows import Rows
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec, PagedCacheConfig
     from hf_paged_cache.kernels.call import LayerBlocks
+    from hf_paged_cache.store.holder import Restore
     from hf_paged_cache.store.layer_group import LayerGroup
-    from hf_paged_cache.store.store import Restore
 
     from .left_padding import Padding
 
@@ -129,13 +130,13 @@ class Contents:
 
         return Saved(restore, groups.follow)
 
-    def claim(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerBlocks:
+    def claim(self, layer_idx: int, new: NewTokens) -> LayerBlocks:
         """Give a layer its place in a pool."""
 
         def make() -> LayerBlocks:
             if not self.groups:
-                self.open_rows(key_states, value_states, keep_history=self.rows.record_past)
-            return self.layer_groups.claim(layer_idx, key_states, value_states)
+                self.open_rows(new, keep_history=self.rows.record_past)
+            return self.layer_groups.claim(layer_idx, new.shape)
 
         return self.change(make)
 
@@ -225,7 +226,7 @@ class Contents:
         # What is written now may lie where the tail did.
         self.layer_groups.store.keep(partial(self._save, None))
         if not start:
-            self.open_rows(keys, values, keep_history=rows.record_past)
+            self.open_rows(NewTokens.of(keys, values), keep_history=rows.record_past)
         self.layer_groups.reserve(
             rows.batch, start, end - start, keep_history=rows.record_past, padding=padding.unstored
         )
@@ -234,12 +235,10 @@ class Contents:
             rows.tokens[index] = end
         rows.begin(end, end, padding)
 
-    def open_rows(self, key_states: torch.Tensor, value_states: torch.Tensor, *, keep_history: bool) -> None:
-        """Begin with empty rows for K and V of this shape. Part of a change."""
-        self.layer_groups.open_rows(
-            key_states, value_states, keep_history=keep_history, would_be_static=self.would_be_static
-        )
-        self.rows.batch = key_states.shape[0]
+    def open_rows(self, new: NewTokens, *, keep_history: bool) -> None:
+        """Begin with empty rows for tokens like these. Part of a change."""
+        self.layer_groups.open_rows(new, keep_history=keep_history, would_be_static=self.would_be_static)
+        self.rows.batch = new.batch
 
     # --- static rows ----------------------------------------------------------------------------------------
 

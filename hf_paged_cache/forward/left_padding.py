@@ -25,15 +25,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.frames import Frame
 from hf_paged_cache.host.running_forward import ModelCall
 
 from .positions import Run, discontinuous, joined, next_positions, runs_of
+
+if TYPE_CHECKING:
+    from hf_paged_cache.store.pool_tensors import NewTokens
 
 _HIDDEN = -1e4
 """What an additive mask adds to a score that is not to count, or less."""
@@ -78,12 +81,12 @@ class Forward:
     call: ModelCall
 
     @classmethod
-    def of(cls, noted: NotedMask | None, start: int, key_states: torch.Tensor, call: ModelCall) -> Forward:
-        """The forward that brings K `[batch, kv_heads, new tokens, head_dim]` after `start` tokens.
+    def of(cls, noted: NotedMask | None, start: int, new: NewTokens, call: ModelCall) -> Forward:
+        """The forward that brings new tokens after `start` cached ones.
 
         Its mask is what was noted, or what the stack shows.
         """
-        batch, _, new_tokens, _ = key_states.shape
+        batch, new_tokens = new.batch, new.count
         is_noted = noted is not None and noted[:2] == (start, new_tokens)
         mask, is_known = None, is_noted or call.is_without_mask
         if noted is not None and is_noted:
@@ -92,7 +95,7 @@ class Forward:
             mask, is_known = call.attention_mask, True
         if mask is not None and (mask.shape[0] != batch or mask.shape[1] < start + new_tokens):
             mask, is_known = None, False
-        return cls(start, start + new_tokens, batch, mask, is_known, is_noted, key_states.device, call)
+        return cls(start, start + new_tokens, batch, mask, is_known, is_noted, new.shape.device, call)
 
     @property
     def new_tokens(self) -> int:
@@ -138,7 +141,7 @@ class Padding:
     is_left_out: bool = False
     runs: tuple[tuple[Run, ...], ...] = ()
     end: int = 0
-    root: Place | None = field(default=None, compare=False)
+    root: Frame | None = field(default=None, compare=False)
     is_settled: bool = field(default=False, compare=False)
 
     @property
@@ -272,7 +275,7 @@ class Padding:
     def _check_call(self, forward: Forward) -> None:
         """Look at the mask of a forward that is known from the stack alone."""
         call, mask = forward.call, forward.call.attention_mask
-        if not any(self.unstored) or call.forward.frame is None:
+        if not any(self.unstored) or not call.forward.is_known:
             return
         if call.is_without_mask:
             raise self._unhidden("came without a mask that hides it")

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, UnstorableValueError
 from hf_paged_cache.host import running_forward
+from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.store.layer_groups import LayerGroups
 
 from .caller import Caller
@@ -29,6 +30,7 @@ from .weights import Weights
 if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec, PagedCacheConfig
     from hf_paged_cache.host.running_forward import ModelCall
+    from hf_paged_cache.store.pool_tensors import NewTokens
     from hf_paged_cache.store.saved import SavedCache
 
     from .contents import ModelTraits, Parts
@@ -87,7 +89,7 @@ class CacheState(Contents):
             return None
         self.settle()
         call = running_forward.current()
-        if call.forward.frame is None and write is None:
+        if not call.forward.is_known and write is None:
             return None
         self.check_lost()
         return call
@@ -108,7 +110,7 @@ class CacheState(Contents):
             step.missing, step.padding = left.missing, left.padding
         self.step = step
 
-    def begin_step(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def begin_step(self, layer_idx: int, new: NewTokens) -> None:
         """Reserve room for the new tokens in every group, all or nothing.
 
         Raises:
@@ -120,7 +122,7 @@ class CacheState(Contents):
         """
         call = None if torch.compiler.is_compiling() else running_forward.current()
         self.take(call)
-        start, new_tokens = self.rows.tokens[layer_idx], key_states.shape[2]
+        start, new_tokens = self.rows.tokens[layer_idx], new.count
         self.check_lost()
         if new_tokens == 0:
             raise no_new_tokens(layer_idx, start)
@@ -135,11 +137,11 @@ class CacheState(Contents):
         noted, self._noted = self._noted, None  # of this forward alone, also if it is refused
         before = self.step
         try:
-            padding = self._padding_after(start, key_states, call, noted)
+            padding = self._padding_after(start, new, call, noted)
             if not self.rows.batch:
                 # Alone: what the change that opens rows could bring back is not free for their pools.
                 self.change(partial(self.layer_groups.adapt, new_tokens))
-            self.change(partial(self._begin, start, key_states, value_states, call, padding))
+            self.change(partial(self._begin, start, new, call, padding))
         except BaseException:
             self.layer_groups.store.recover()
             if self.step is before:
@@ -151,8 +153,7 @@ class CacheState(Contents):
     def _begin(
         self,
         start: int,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        new: NewTokens,
         call: ModelCall | None,
         padding: Padding,
     ) -> None:
@@ -160,7 +161,7 @@ class CacheState(Contents):
         is_read_only = call is not None and call.use_cache is False and not self._is_cross
         keep_history = self.rows.record_past or is_read_only
         rows = self.rows
-        self._reserve(start, key_states, value_states, padding, keep_history=keep_history)
+        self._reserve(start, new, padding, keep_history=keep_history)
         step = self.step
         if step is None or (
             step.is_open and not step.has_outside
@@ -169,7 +170,7 @@ class CacheState(Contents):
         self.step = replace(
             step, forward=forward, is_read_only=is_read_only, missing=len(rows.tokens), padding=rows.padding
         )
-        rows.begin(start, start + key_states.shape[2], padding)
+        rows.begin(start, start + new.count, padding)
         self.has_open_step = self.is_static
         self._equal_rows.begin(rows.batch if not start and not self.is_static else 0)
         if call is None or not call.is_generating:
@@ -194,9 +195,32 @@ class CacheState(Contents):
 
         self.change(make)
 
-    def written(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Note that a layer holds the K and V `[batch, kv_heads, new tokens, head_dim]` of this step."""
+    def write(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Store what a layer that has a place brings to the step in progress.
+
+        Args:
+            layer_idx: Index of the layer.
+            key_states: `[batch, kv_heads, new tokens, head_dim]`.
+            value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
+
+        Raises:
+            QuantizationError: The guard found the keys unfit for the layer's format.
+            UnstorableValueError: A quantized layer was given what cannot be stored.
+        """
+        blocks, group, start = self.blocks[layer_idx], self.layer_groups.of(layer_idx), self.rows.start
+        if blocks.records is not None and group.is_unguarded(layer_idx):
+            self.change(partial(group.check_keys, layer_idx, key_states, start))
+        try:
+            dispatch.write(blocks, key_states, value_states, start)
+        except UnstorableValueError as error:
+            raise UnstorableValueError(
+                f"layer {layer_idx}: {error}. The step is taken back. Look for what makes the model "
+                f"overflow, or keep the layer as it is: layer_dtypes={{{layer_idx}: 'auto'}}"
+            ) from error
         self._equal_rows.compare(key_states, value_states)
+        self._written(layer_idx)
+
+    def _written(self, layer_idx: int) -> None:
         self.rows.written(layer_idx)
         step = self.step
         if step is not None and step.missing is not None:
@@ -331,7 +355,7 @@ class CacheState(Contents):
         may_write = owner is None or (isinstance(owner, Weights) and owner.has_buffers)
         if may_write and not self.traits.is_encoder_decoder:
             call = running_forward.current()
-            if call.root.frame is not None:
+            if call.root.is_known:
                 self._take_weights(call, self.rows.end)
 
     def _take_weights(self, call: ModelCall, tokens: int) -> None:
@@ -484,37 +508,36 @@ class CacheState(Contents):
     def _reserve(
         self,
         start: int,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        new: NewTokens,
         padding: Padding,
         *,
         keep_history: bool,
     ) -> None:
         """Make room in all groups."""
         if not self.rows.batch:
-            self.open_rows(key_states, value_states, keep_history=keep_history)
+            self.open_rows(new, keep_history=keep_history)
         keep = partial(self.layer_groups.store.keep, partial(self._save, None))
         self.layer_groups.reserve(
             self.rows.batch,
             start,
-            key_states.shape[2],
+            new.count,
             keep_history=keep_history,
             padding=padding.unstored,
             let_go=keep if start else lambda: None,
         )
 
     def _padding_after(
-        self, start: int, key_states: torch.Tensor, call: ModelCall | None, noted: NotedMask | None
+        self, start: int, new: NewTokens, call: ModelCall | None, noted: NotedMask | None
     ) -> Padding:
         """What is to be remembered of padding when the new tokens are stored."""
         padding = self.rows.padding
         if call is None or self._is_cross:
             return padding
-        new_tokens, device = key_states.shape[2], key_states.device
+        new_tokens, device = new.count, new.shape.device
         is_all_shown = noted is not None and noted.mask is None and noted[:2] == (start, new_tokens)
         if start and not padding.looks_at(call, new_tokens, device, is_all_shown=is_all_shown):
             return padding
-        forward = Forward.of(noted, start, key_states, call)
+        forward = Forward.of(noted, start, new, call)
         return padding.after(forward, leaves_out=not self.would_be_static(device))
 
 

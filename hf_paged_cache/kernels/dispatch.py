@@ -83,7 +83,7 @@ _warned: set[str] = set()
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
     """As `Backend.write`."""
-    with without_autocast(key_states):
+    with without_autocast(blocks.keys):
         _choice(blocks)[1].write(blocks, key_states, value_states, start)
 
 

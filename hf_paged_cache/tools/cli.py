@@ -43,25 +43,19 @@ def plan(
 
     The exit code is 2 if something is wrong with the request, or if nothing fits.
     """
-    from .planner import plan_memory
-
     try:
         if context is None:
             raise PagedCacheError("--context is missing: the tokens of every request, prompt and answer")
-        named = (("context", context), ("batch", batch), ("block_size", block_size))
-        counts: dict[str, Any] = {name: _count(name, text) for name, text in named}
+        numbers = (("context", context), ("batch", batch), ("block_size", block_size))
+        asked: dict[str, Any] = {name: _count(name, text) for name, text in numbers}
+        asked |= {"kv_cache_dtype": kv_cache_dtype, "memory": _amount(memory), "weights": _amount(weights)}
         config = _config_of(model)
+        from .planner import plan_memory
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", UserWarning)
-            found = plan_memory(
-                config,
-                **counts,
-                kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]  # refused where it is none
-                memory=_amount(memory),
-                weights=_amount(weights),
-                dtype=dtype,
-            )
+            found = plan_memory(config, **asked, dtype=dtype)
     except PagedCacheError as error:
         raise _refused(error) from error
     for warning in caught:

@@ -53,12 +53,8 @@ class Report:
 
     Attributes:
         versions: Package -> version, None if it is not installed.
-        machine: What it is: device, capability, processor, instruction set, memory.
         environment: Variables that are set and change what runs.
         backends: Backend -> whether it runs for blocks on this device, or why not; fastest first.
-        compiler: The C++ compiler with its version, or why there is none.
-        cache_folder: Where compiled kernels are kept.
-        checks: What was tried.
         problems: What is wrong, with ways out; healthy if there is nothing.
         seconds: What the checks took, without compiling.
     """
@@ -243,7 +239,8 @@ def _write_and_attend(name: str, device: torch.device) -> tuple[bool, str]:
     cells = blocks.keys.cpu(), blocks.values.cpu(), blocks.table.cpu()
     written = LayerBlocks(*cells, None, records, blocks.form)
     write_error = max(_rms_ratio(*pair) for pair in zip(_stored(written), _stored(plain), strict=True))
-    decode_error = _rms_ratio(got, reference.decode(written, Attention(query, 0, tokens, _DIM**-0.5)))
+    want = reference.decode(written, Attention(query, 0, tokens, _DIM**-0.5))[0]
+    decode_error = _rms_ratio(got, want)
     is_ok = write_error <= _WRITE_TOLERANCE and decode_error <= _DECODE_TOLERANCE
     return is_ok, f"{backend}, error of write {write_error:.1e}, of attention {decode_error:.1e}"
 
@@ -268,7 +265,7 @@ def _stored(blocks: LayerBlocks) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.form.decode(blocks.records)
 
 
-def _rms_ratio(got: torch.Tensor, want: Any) -> float:
+def _rms_ratio(got: torch.Tensor, want: torch.Tensor) -> float:
     """RMS of the difference over RMS of what it should be; infinite if anything is NaN."""
     ratio = ((got - want).square().mean() / want.square().mean()).sqrt().item()
     return ratio if ratio == ratio else float("inf")

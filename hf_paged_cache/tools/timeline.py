@@ -28,8 +28,6 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 """Names under which versions and models of `transformers` take a cache."""
 _STATM = Path("/proc/self/statm")
 
-_HEIGHT_INCHES = 3.4
-_PANEL_INCHES = 4.0
 # (line, marker, colour): told apart by shape too, so that grey will do.
 _STYLES = (("-", "o", "#00798c"), ("--", "s", "#d1495b"), (":", "^", "#6a4c93"), ("-.", "D", "#3a3a3a"))
 _MOST_MARKERS = 8
@@ -225,7 +223,7 @@ def holdings_of(cache: Cache) -> Moment:
     groups, outside = cache._state.groups, cache._hosts.nbytes
     return Moment(
         cache._num_tokens,
-        sum(group.used_bytes for group in groups) + outside,
+        sum(group.bytes_by_format().total() for group in groups) + outside,
         sum(group.pool_bytes for group in groups) + outside,
         sum(group.manager.pool.num_referenced for group in groups),
     )
@@ -263,7 +261,7 @@ def _drawn(timelines: Sequence[MemoryTimeline]) -> Figure:
         panels.append((timelines[0].process_memory_kind, "more than at the start (MiB)", _grown_mib))
     if any(moment.used_blocks is not None for moment in moments):
         panels.append(("blocks", "blocks in use", lambda _, moment: moment.used_blocks))
-    figure = new_figure(_PANEL_INCHES * len(panels), _HEIGHT_INCHES, instead="`timeline.to_dict()`")
+    figure = new_figure(4.0 * len(panels), 3.4, instead="`timeline.to_dict()`")
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, quantity, value_of) in zip(all_axes, panels, strict=True):
         axes.set(xlabel="tokens in each row of the cache", ylabel=quantity, title=title)

@@ -15,7 +15,7 @@ from eval.run import runner, summary
 from eval.run.journal import Journal, check_continues
 from eval.run.processes import Processes
 from eval.run.rows import Prediction, Row
-from eval.run.runner import run_task
+from eval.run.runner import Runner
 from eval.run.settings import Settings
 from eval.tasks import TASKS
 from eval.tasks.base import Answer, Outcome, Sample, Task, Unit
@@ -80,7 +80,7 @@ def _run(
     folder.mkdir(exist_ok=True)
     journal = Journal(folder)
     try:
-        run_task(loaded, task, units, entries, journal, Processes(), **more)
+        Runner(loaded, entries, journal, Processes(), **more).run(task, units)
     finally:
         journal.close()
     return _rows(units, folder, *entries)
@@ -398,7 +398,7 @@ def test_processes_share_units_but_for_a_timed_task(
     found = []
     for index in range(2):
         task, journal = Timed(), Journal(tmp_path, index)
-        run_task(loaded, task, units, [DYNAMIC], journal, Processes(index, 2))
+        Runner(loaded, [DYNAMIC], journal, Processes(index, 2)).run(task, units)
         journal.close()
         found.append([unit for unit, _ in task.runs])
     assert found == expected
@@ -410,7 +410,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     loaded: LoadedModel, units: list[Unit], tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path, 1)
-    run_task(loaded, TASK, units, [DYNAMIC], journal, Processes(1, 2))
+    Runner(loaded, [DYNAMIC], journal, Processes(1, 2)).run(TASK, units)
     journal.close()
     task = Watched()
     _run(loaded, units, tmp_path, DYNAMIC, task=task)

@@ -10,9 +10,8 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from hf_paged_cache.store.capacity import Capacity
+from hf_paged_cache.store.pool_tensors import NewTokens
 
 from .memory_plan import FormatPlan
 from .stored_shapes import StoredShapes
@@ -40,11 +39,7 @@ class FormatSizes:
         self._config, self._stored = state.config, stored
         tokens = min(context, _LONG_PROMPT_TOKENS)
         for index, shape in stored.layers.items():
-            keys, values = (
-                torch.empty(1, shape.kv_heads, tokens, dim, dtype=shape.dtype, device=shape.device)
-                for dim in (shape.head_dim, shape.v_head_dim)
-            )
-            state.claim(index, keys, values)
+            state.claim(index, NewTokens(1, tokens, shape))
         self._precision = state.layer_groups.precision
         self._specs = {index: spec for group in state.groups for index, spec in group.specs.items()}
         self._block_bytes = {

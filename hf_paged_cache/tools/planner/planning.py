@@ -91,24 +91,14 @@ def plan_memory(
     is_guess = kept is None
     kept = kept or torch.bfloat16
     stored = shapes_of_config(config, kept) if model is None else shapes_of_model(model, kept)
-    settings: dict[str, Any] = {
+    settings = {
         "block_size": block_size,
         "group_size": group_size,
         "layer_dtypes": layer_dtypes,
         "residual_length": residual_length,
         "sink_tokens": sink_tokens,
     }
-    sizes: dict[str, FormatSizes] = {}
-    refused: dict[str, str] = {}
-    for name in dict.fromkeys((*LAYER_DTYPES, kv_cache_dtype)):
-        try:
-            own_config = copy.deepcopy(config)  # the caller's stays as it was
-            cache = PagedCache(own_config, max_tokens=1, kv_cache_dtype=name, **settings)
-            sizes[name] = FormatSizes(cache, stored, context)
-        except PagedCacheError as error:
-            if name == kv_cache_dtype:
-                raise
-            refused[name] = str(error)
+    sizes, refused = _sizes(config, stored, context, kv_cache_dtype, settings)
     weight_bytes = _weight_bytes(weights, stored)
     if weights is None and model is None and getattr(config, "quantization_config", None) is not None:
         if memory is not None:
@@ -137,7 +127,7 @@ def plan_memory(
         max_positions=max_positions,
         memory_bytes=memory_bytes,
         weight_bytes=weight_bytes,
-        formats=tuple(size.plan(context, batch, budget) for size in sizes.values()),
+        formats=tuple(size.plan(context, batch, budget) for size in sizes),
         refused=refused,
         notes=tuple(_notes(kv_cache_dtype, context, config, stored, is_guess=is_guess)),
     )
@@ -160,6 +150,23 @@ def _dtype_of(config: PreTrainedConfig, model: Any, asked: str | torch.dtype | N
     for holder in (config, config.get_text_config(decoder=True)):
         asked = getattr(holder, "dtype", None) if asked is None else asked
     return None if asked is None else as_dtype("dtype", asked)
+
+
+def _sizes(
+    config: PreTrainedConfig, stored: StoredShapes, context: int, asked: str, settings: Mapping[str, Any]
+) -> tuple[list[FormatSizes], dict[str, str]]:
+    """Sizes of every format, and why others are refused. The one that was asked for raises."""
+    sizes, refused = [], {}
+    for name in dict.fromkeys((*LAYER_DTYPES, asked)):
+        arguments: dict[str, Any] = {**settings, "kv_cache_dtype": name, "max_tokens": 1}
+        try:
+            cache = PagedCache(copy.deepcopy(config), **arguments)  # the caller's config stays as it was
+            sizes.append(FormatSizes(cache, stored, context))
+        except PagedCacheError as error:
+            if name == asked:
+                raise
+            refused[name] = str(error)
+    return sizes, refused
 
 
 def _weight_bytes(weights: int | str | torch.dtype | None, stored: StoredShapes) -> int | None:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from .step_errors import StepErrors
 
-_WIDTH_INCHES = 10.0
 _INCHES_PER_LAYER = 0.2
 _INCHES_AROUND = 4.2  # title, axes and the curve below
 _LEAST_LAYERS = 12
@@ -22,7 +21,7 @@ _OWN, _TOTAL = "#d1495b", "#8ecae6"
 def profile_figure(title: str, step: StepErrors, kl_by_step: Sequence[float]) -> Figure:
     """The errors of a measured step by layer and head, and KL over all steps."""
     height = _INCHES_AROUND + _INCHES_PER_LAYER * max(_LEAST_LAYERS, len(step.layers))
-    figure = new_figure(_WIDTH_INCHES, height, instead="`table()`")
+    figure = new_figure(10.0, height, instead="`table()`")
     grid = figure.add_gridspec(2, 2, height_ratios=(height - 2.7, 2.0))
     heat = figure.add_subplot(grid[0, 0])
     _draw_heads(figure, heat, step)

@@ -187,16 +187,16 @@ class _Pair:
         Returns:
             Logits `[batch, vocabulary]` of the next token on the format, and in full precision.
         """
-        looks = self._with_layers and not is_prompt
-        full_logits = self._forward(tokens, self.full, self._see_full if looks else None)
-        logits = self._forward(tokens, self.cache, self._see_format if looks else None)
+        observes = self._with_layers and not is_prompt
+        full_logits = self._forward(tokens, self.full, self._observe_full if observes else None)
+        logits = self._forward(tokens, self.cache, self._observe_format if observes else None)
         self._outputs.clear()
         self.full.own_views.clear()
         return logits, full_logits
 
     def layer_errors(self) -> tuple[LayerErrors, ...]:
         """The errors of every layer now, those of attention since the last call."""
-        self._check_seen()
+        self._check_observed()
         found = []
         for layer, attention in sorted(self._attention.items()):
             keys, values, own_keys, own_values = (
@@ -226,24 +226,24 @@ class _Pair:
             )
         return logits[:, -1]
 
-    def _see_full(self, call: AttentionCall, output: torch.Tensor) -> None:
+    def _observe_full(self, call: AttentionCall, output: torch.Tensor) -> None:
         if (layer := _layer_of(call, self.full)) is not None:
             self._outputs[id(call.module)] = output
             keys, values = self.full.own_views[layer]
             own, _ = compute(replace(call, key=keys, value=values))
             self._own_attention[layer].add(own.transpose(1, 2), output.transpose(1, 2))
 
-    def _see_format(self, call: AttentionCall, output: torch.Tensor) -> None:
+    def _observe_format(self, call: AttentionCall, output: torch.Tensor) -> None:
         if (layer := _layer_of(call, self.cache)) is not None:
             want = self._outputs[id(call.module)]
             self._attention[layer].add(output.transpose(1, 2), want.transpose(1, 2))
 
-    def _check_seen(self) -> None:
-        unseen = sorted(set(bytes_per_token(self.cache)) - set(self._attention))
-        if unseen:
+    def _check_observed(self) -> None:
+        missing = sorted(set(bytes_per_token(self.cache)) - set(self._attention))
+        if missing:
             raise UnsupportedLayerError(
-                f"layers {unseen} of this {self._model.config.model_type!r} model do not hand the K and V of "
-                "the cache to an attention function that can be observed (code of their own, or an "
+                f"layers {missing} of this {self._model.config.model_type!r} model do not hand the K and V "
+                "of the cache to an attention function that can be observed (code of their own, or an "
                 "implementation other than sdpa and eager), so their attention cannot be profiled; load the "
                 "model with attn_implementation='sdpa' if it has that"
             )
