@@ -83,11 +83,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Result]:
 
 
 def _backend() -> tuple[str, str | None]:
-    """The kernels that a cache on this machine uses, found by using one, and their instruction set.
-
-    Raises:
-        UsageError: the environment asks for kernels that cannot run.
-    """
+    """The kernels that a cache on this machine uses, found by using one, and their instruction set."""
     import torch
     from transformers import LlamaConfig
 

@@ -101,13 +101,7 @@ _CASES = {
 
 
 def page(reports: Sequence[Report], options: Options, environment: dict[str, Any]) -> str:
-    """The page, with a section for every group.
-
-    Args:
-        reports: what was found out.
-        options: how.
-        environment: as it was described when they were made.
-    """
+    """The page, with a section for every group."""
     versions = environment["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch", "hf-paged-cache"))
     cases = "; ".join(f"*{case.name}*, {_CASES[case.name]}" for case in CASES)

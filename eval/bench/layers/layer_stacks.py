@@ -39,19 +39,15 @@ LLAMA_3_8B = Shape("Llama-3-8B", 32, 8, 128)
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a step that attends `tokens` tokens, the new one included.
-
-    Attributes:
-        least_bits: bits per value of the smallest contender, where one keeps fewer than the dtype has.
-        device: where.
-    """
+    """One thing to measure: a step that attends `tokens` tokens, the new one included."""
 
     shape: Shape
     batch: int
     dtype: torch.dtype
     tokens: int
+    # bits per value of the smallest contender, where one keeps fewer than the dtype has
     least_bits: float | None = None
-    device: Device = CPU
+    device: Device = CPU  # where
 
     @property
     def kv_bytes(self) -> int:
@@ -279,10 +275,7 @@ def config_of(case: Case, layers: int | None = None) -> LlamaConfig:
 def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None) -> dict[str, float]:
     """RMS error ratio of each stack's step in its first and last layer; all are left as they were.
 
-    Args:
-        stacks: of one case.
-        tolerance: what is allowed.
-        expected: whose K and V are right; each stack's own if there is none.
+    The K and V of `expected` are right; each stack's own if there is none.
 
     Raises:
         WrongAnswer: an error is larger, or an answer holds NaN or infinity.

@@ -68,23 +68,14 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One context to continue.
+    """One context to continue."""
 
-    Attributes:
-        batch: rows.
-        tokens: of context in each.
-        steps: that are timed.
-        rounds: how often contenders that are timed in turns have theirs.
-        warm_up: steps before, for compiling and what CUDA graphs want run before they record.
-        seed: of the tokens that are forced.
-    """
-
-    batch: int
-    tokens: int
-    steps: int = 32
-    rounds: int = 2
-    warm_up: int = 6
-    seed: int = 0
+    batch: int  # rows
+    tokens: int  # of context in each
+    steps: int = 32  # that are timed
+    rounds: int = 2  # how often contenders that are timed in turns have theirs
+    warm_up: int = 6  # steps before, for compiling and what CUDA graphs want run before they record
+    seed: int = 0  # of the tokens that are forced
 
     @property
     def new_tokens(self) -> int:
