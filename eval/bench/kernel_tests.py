@@ -73,10 +73,6 @@ class Outcome:
     finished: str
     from_earlier_run: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
-        return asdict(self)
-
     def __str__(self) -> str:
         when = (
             f"on {self.finished}, nothing changed since" if self.from_earlier_run else f"{self.seconds:.0f} s"
@@ -115,7 +111,7 @@ def require_green(
     before = green.digest(root, backend, selection.arguments)
     outcome = _run(selection, progress, root)
     if green.digest(root, backend, selection.arguments) == before:  # nobody edited meanwhile
-        green.note(selection.name, before, outcome.to_dict())
+        green.note(selection.name, before, asdict(outcome))
     return outcome
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -352,7 +353,7 @@ def test_a_run_prints_header_table_and_summary_and_writes_json(
     assert result.output.index("kernel tests (cpp): 7 passed") < result.output.index("GB/s")
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["environment"]["torch_threads"] == torch.get_num_threads()
-    assert document["kernel_tests"] == green.to_dict()
+    assert document["kernel_tests"] == dataclasses.asdict(green)
     (bench,) = document["results"]
     assert [row["best"] for row in bench["rows"]].count("best") == 1
 
