@@ -9,19 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_paged_cache.tools.profiler.step_errors import kl_divergence, top1_agreement
-
-__all__ = [
-    "CONFIDENCE",
-    "RESAMPLES",
-    "Spread",
-    "Statistic",
-    "bootstrap_interval",
-    "kl_divergence",
-    "rms_ratio",
-    "spread",
-    "top1_agreement",
-]
+from hf_paged_cache.tools.profiler.step_errors import kl_divergence as kl_divergence
+from hf_paged_cache.tools.profiler.step_errors import top1_agreement as top1_agreement
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
