@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention, tensor_bytes
+from eval.core.measure import KvBytes
+
+from .base import CacheEntry, CacheUnavailable, Demand, restore_attention, tensor_bytes
 
 AXES: dict[str, dict[str, int]] = {"quanto": {}, "hqq": {"axis_key": 1, "axis_value": 1}}
 """Backend -> arguments that differ from the defaults (groups of 64, up to 128 of the newest tokens as they
