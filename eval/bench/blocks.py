@@ -68,22 +68,29 @@ def time_pool(num_blocks: int) -> dict[str, float]:
     """µs per block of each operation, taking and returning all blocks of a pool."""
     pool = BlockPool(num_blocks)
     rounds = max(1, MIN_BLOCKS_PER_TIMING // num_blocks)
-    operations = ("allocate", "release", "release, keep", "share (revive)", "allocate (evict)")
-    seconds = dict.fromkeys(operations, 0.0)
+    seconds: dict[str, float] = {}
+
+    def timed(operation: str, action: Callable[[], None]) -> None:
+        gc.disable()  # a collection would be billed to whichever operation it happens to meet
+        begin = time.thread_time()
+        action()
+        seconds[operation] = seconds.get(operation, 0.0) + time.thread_time() - begin
+        gc.enable()
+
     for i in range(rounds):
         requests: Requests = [[] for _ in range(num_blocks // BLOCKS_PER_REQUEST)]
-        seconds["allocate"] += _time(partial(_fill, pool, requests))
+        timed("allocate", partial(_fill, pool, requests))
         random.Random(i).shuffle(requests)  # sequences end in any order
-        seconds["release"] += _time(partial(_release, pool, requests))
+        timed("release", partial(_release, pool, requests))
         _fill(pool, requests)
         for block_id in range(num_blocks):
             pool.seal(block_id)
         random.Random(i).shuffle(requests)
-        seconds["release, keep"] += _time(partial(_release, pool, requests, keep=True))
+        timed("release, keep", partial(_release, pool, requests, keep=True))
         random.Random(-i).shuffle(requests)
-        seconds["share (revive)"] += _time(partial(_share, pool, requests))
+        timed("share (revive)", partial(_share, pool, requests))
         _release(pool, requests, keep=True)
-        seconds["allocate (evict)"] += _time(partial(_fill, pool, requests))
+        timed("allocate (evict)", partial(_fill, pool, requests))
         _release(pool, requests)
     return {operation: 1e6 * total / (rounds * num_blocks) for operation, total in seconds.items()}
 
@@ -104,12 +111,3 @@ def _release(pool: BlockPool, requests: Requests, *, keep: bool = False) -> None
 def _share(pool: BlockPool, requests: Requests) -> None:
     for block_ids in requests:
         pool.share(block_ids)
-
-
-def _time(action: Callable[[], None]) -> float:
-    gc.disable()  # a collection would be billed to whichever operation it happens to meet
-    begin = time.thread_time()
-    action()
-    seconds = time.thread_time() - begin
-    gc.enable()
-    return seconds

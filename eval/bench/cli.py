@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -75,7 +76,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Result]:
         document = {
             "environment": {**described, "backend": backend},
             "quick": quick,
-            "kernel_tests": tests.to_dict(),
+            "kernel_tests": asdict(tests),
             "results": [result.to_dict() for result in results],
         }
         write_json(json_file, document)
@@ -83,11 +84,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Result]:
 
 
 def _backend() -> tuple[str, str | None]:
-    """The kernels that a cache on this machine uses, found by using one, and their instruction set.
-
-    Raises:
-        UsageError: the environment asks for kernels that cannot run.
-    """
+    """The kernels that a cache on this machine uses, found by using one, and their instruction set."""
     import torch
     from transformers import LlamaConfig
 

@@ -18,15 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Context:
-    """One run.
+    """One run."""
 
-    Attributes:
-        quick: fewer cases and rounds, for a look; numbers are coarse.
-        progress: told what is being measured.
-    """
-
-    quick: bool = False
-    progress: Callable[[str], object] = lambda text: None
+    quick: bool = False  # fewer cases and rounds, for a look; numbers are coarse
+    progress: Callable[[str], object] = lambda text: None  # told what is being measured
     _model: tuple[torch.dtype, Any, str] | None = field(default=None, repr=False)
 
     def budget_s(self, seconds: float) -> float:
@@ -58,19 +53,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Bench:
-    """Something to measure.
+    """Something to measure."""
 
-    Attributes:
-        name: what `--only` calls it.
-        title: of its table.
-        columns: of its table.
-        measure: the rows, and notes on what the columns mean; raises `WrongAnswer` instead of reporting the
-            speed of something wrong.
-    """
-
-    name: str
-    title: str
-    columns: tuple[Column, ...]
+    name: str  # what `--only` calls it
+    title: str  # of its table
+    columns: tuple[Column, ...]  # of its table
+    # the rows, and notes on what the columns mean; raises `WrongAnswer` instead of reporting the speed of
+    # something wrong
     measure: Callable[[Context], tuple[list[Row], tuple[str, ...]]]
 
     def run(self, context: Context) -> Result:

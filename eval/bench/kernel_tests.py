@@ -41,17 +41,11 @@ class NotGreen(Exception):
 
 @dataclass(frozen=True)
 class Selection:
-    """Tests of one backend.
+    """Tests of one backend."""
 
-    Attributes:
-        backend: which one.
-        files: in `FOLDER`.
-        left_out: expressions of `pytest -k` for tests that are not run.
-    """
-
-    backend: str
-    files: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
+    backend: str  # which one
+    files: tuple[str, ...]  # in `FOLDER`
+    left_out: tuple[str, ...] = ()  # expressions of `pytest -k` for tests that are not run
 
     @property
     def arguments(self) -> list[str]:
@@ -79,10 +73,6 @@ class Outcome:
     finished: str
     from_earlier_run: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
-        return asdict(self)
-
     def __str__(self) -> str:
         when = (
             f"on {self.finished}, nothing changed since" if self.from_earlier_run else f"{self.seconds:.0f} s"
@@ -104,14 +94,9 @@ def require_green(
     progress: Callable[[str], object] = lambda text: None,
     root: Path = ROOT,
 ) -> Outcome:
-    """Run the kernel tests of a backend, unless they passed before and nothing changed since.
+    """Run the kernel tests of a backend in a checkout, unless they passed before and nothing changed since.
 
-    Args:
-        backend: the one in use.
-        isa: instruction set of its kernels, where it has one.
-        quick: only what is in use.
-        progress: told how far they are.
-        root: the checkout whose tests they are.
+    A quick run leaves out what is not in use, other instruction sets than `isa` for one.
 
     Raises:
         NotGreen: a test failed, none ran, or they cannot be run from here.
@@ -126,7 +111,7 @@ def require_green(
     before = green.digest(root, backend, selection.arguments)
     outcome = _run(selection, progress, root)
     if green.digest(root, backend, selection.arguments) == before:  # nobody edited meanwhile
-        green.note(selection.name, before, outcome.to_dict())
+        green.note(selection.name, before, asdict(outcome))
     return outcome
 
 

@@ -30,40 +30,24 @@ _READY, _EVENT, _DONE, _LAST, _FAILED = "ready", "event", "done", "last", "faile
 
 @dataclass(frozen=True)
 class Call:
-    """Something to do in a worker.
+    """Something to do in a worker."""
 
-    Attributes:
-        arguments: of the function.
-        limit_s: it is given up after so long.
-        needs_s: it is not begun with less time than this.
-    """
-
-    arguments: tuple[Any, ...]
-    limit_s: float = math.inf
-    needs_s: float = 0.0
+    arguments: tuple[Any, ...]  # of the function
+    limit_s: float = math.inf  # it is given up after so long
+    needs_s: float = 0.0  # it is not begun with less time than this
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call.
+    """What came of a call."""
 
-    Attributes:
-        call: which one.
-        value: what the function returned.
-        problem: why there is no value, in one line, or None.
-        is_skipped: nothing is known against the call: it was not made, or stopped at the deadline.
-        exit_code: of a worker that died of it.
-        log: the last of what the worker printed, and the traceback of an error.
-        seconds: how long it took.
-    """
-
-    call: Call
-    value: Any = None
-    problem: str | None = None
-    is_skipped: bool = False
-    exit_code: int | None = None
-    log: str = ""
-    seconds: float = 0.0
+    call: Call  # which one
+    value: Any = None  # what the function returned
+    problem: str | None = None  # why there is no value, in one line, or None
+    is_skipped: bool = False  # nothing is known against the call: it was not made, or stopped at the deadline
+    exit_code: int | None = None  # of a worker that died of it
+    log: str = ""  # the last of what the worker printed, and the traceback of an error
+    seconds: float = 0.0  # how long it took
 
 
 @dataclass(frozen=True)
@@ -75,26 +59,17 @@ class Last:
 
 @dataclass(frozen=True)
 class Workers:
-    """How calls of a function are made.
+    """How calls of a function are made."""
 
-    Attributes:
-        function: of a module, so that a new process finds it.
-        jobs: processes at a time.
-        one_call_each: whether every call has a process of its own.
-        preload: modules for a server to import once, from which workers are forked in milliseconds; without
-            any, a worker is a new interpreter.
-        environment: variables that new interpreters start with.
-        on_event: takes what the function hands to `tell`.
-        max_deaths: workers that may die before the calls that are left are given up.
-    """
-
-    function: Callable[..., Any]
-    jobs: int = 1
-    one_call_each: bool = False
+    function: Callable[..., Any]  # of a module, so that a new process finds it
+    jobs: int = 1  # processes at a time
+    one_call_each: bool = False  # whether every call has a process of its own
+    # modules for a server to import once, from which workers are forked in milliseconds; without any, a
+    # worker is a new interpreter
     preload: Sequence[str] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    on_event: Callable[[Any], object] = lambda event: None
-    max_deaths: float = math.inf
+    environment: dict[str, str] = field(default_factory=dict)  # variables that new interpreters start with
+    on_event: Callable[[Any], object] = lambda event: None  # takes what the function hands to `tell`
+    max_deaths: float = math.inf  # workers that may die before the calls that are left are given up
 
     def run(self, calls: Sequence[Call], deadline: float = math.inf) -> Generator[Outcome]:
         """Make all calls; outcomes come as they are known. What is still running is killed with the iterator.

@@ -18,21 +18,13 @@ class WrongAnswer(Exception):
 
 @dataclass(frozen=True)
 class Bound:
-    """A number that must not fall below (or rise above) a limit.
+    """A number that must not fall below (or rise above) a limit."""
 
-    Attributes:
-        what: the number's name, a few words.
-        value: what was measured.
-        limit: what is required.
-        at_least: False if `value` must be at most `limit`.
-        unit: printed after the limit.
-    """
-
-    what: str
-    value: float
-    limit: float
-    at_least: bool = True
-    unit: str = "x"
+    what: str  # the number's name, a few words
+    value: float  # what was measured
+    limit: float  # what is required
+    at_least: bool = True  # False if `value` must be at most `limit`
+    unit: str = "x"  # printed after the limit
 
     @property
     def holds(self) -> bool:

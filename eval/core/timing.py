@@ -17,19 +17,13 @@ _MAX_REPEATS = 200
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time.
+    """Something to time."""
 
-    Attributes:
-        name: unique among those it is timed with.
-        step: what is timed.
-        restore: called, untimed, after `step` ran so many times in a row; puts back the state before them.
-        prepare: called, untimed, before these steps.
-    """
-
-    name: str
-    step: Callable[[], object]
+    name: str  # unique among those it is timed with
+    step: Callable[[], object]  # what is timed
+    # called, untimed, after `step` ran so many times in a row; puts back the state before them
     restore: Callable[[int], object] = lambda steps: None
-    prepare: Callable[[], object] = lambda: None
+    prepare: Callable[[], object] = lambda: None  # called, untimed, before these steps
 
 
 @dataclass(frozen=True)

@@ -2,5 +2,5 @@
 
 A section is a list of items (`items`, `plan`), which workers run that may die (`worker`, `cli`). Sections a
 and b, `kernels`, `formats` and `parity`, are about what is right; c and d are the benches of `eval.bench` on
-this device (`benches`). `cases` brings what the tests compare with to the device, `report` says what came out.
+this device (`benches`). `cases` brings what the tests compare with there, `report` says what came out.
 """

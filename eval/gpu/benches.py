@@ -85,9 +85,8 @@ def end_to_end(settings: Settings) -> list[Item]:
                 limit_s=120.0,
                 optional=name != "paged_compiled",
             )
-            for names in (COMPILED, ("quantized",))
             for case in cases
-            for name in names
+            for name in COMPILED
         ),
     ]
 

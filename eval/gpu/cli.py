@@ -111,14 +111,7 @@ def in_workers(settings: Settings, calls: Sequence[Call], deadline: float, jobs:
 
 
 def check(settings: Settings, path: Path, *, items_of: ItemsOf = items_of, run: Run = in_workers) -> int:
-    """Run the sections, write the file, print the tables; the exit code.
-
-    Args:
-        settings: what to run.
-        path: the JSON file.
-        items_of: the items of a section.
-        run: makes the calls that run them.
-    """
+    """Run the sections, write the file, print the tables; the exit code."""
     from eval.gpu.report import Report
 
     started = time.time()

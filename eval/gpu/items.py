@@ -23,27 +23,16 @@ class Check:
 
 @dataclass
 class Record:
-    """What came of an item.
+    """What came of an item."""
 
-    Attributes:
-        key: the item's.
-        values: numbers and texts, ready for JSON.
-        checks: what had to hold.
-        rows: of a bench.
-        skipped: why it did not run, or None.
-        crash: a traceback or how the worker died, or None.
-        optional: nothing of ours fails with it (another library's kernel, say).
-        seconds: how long it took.
-    """
-
-    key: str
-    values: dict[str, Any] = field(default_factory=dict)
-    checks: list[Check] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    skipped: str | None = None
-    crash: str | None = None
-    optional: bool = False
-    seconds: float = 0.0
+    key: str  # the item's
+    values: dict[str, Any] = field(default_factory=dict)  # numbers and texts, ready for JSON
+    checks: list[Check] = field(default_factory=list)  # what had to hold
+    rows: list[Row] = field(default_factory=list)  # of a bench
+    skipped: str | None = None  # why it did not run, or None
+    crash: str | None = None  # a traceback or how the worker died, or None
+    optional: bool = False  # nothing of ours fails with it (another library's kernel, say)
+    seconds: float = 0.0  # how long it took
 
     @property
     def status(self) -> str:
@@ -93,18 +82,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Item:
-    """Something to run.
+    """Something to run."""
 
-    Attributes:
-        key: unique in its section; parts are separated by `/`.
-        run: does it and fills the record. What it has filled in before it crashes is kept.
-        needs_s: it is not begun with less time than this.
-        limit_s: it is stopped after so long.
-        optional: see `Record`.
-    """
-
-    key: str
+    key: str  # unique in its section; parts are separated by `/`
+    # does it and fills the record. What it has filled in before it crashes is kept
     run: Callable[[Record, Device], None]
-    needs_s: float = 1.0
-    limit_s: float = 60.0
-    optional: bool = False
+    needs_s: float = 1.0  # it is not begun with less time than this
+    limit_s: float = 60.0  # it is stopped after so long
+    optional: bool = False  # see `Record`

@@ -16,38 +16,23 @@ RESERVE_S = 8.0
 
 @dataclass(frozen=True)
 class Settings:
-    """One run.
+    """One run."""
 
-    Attributes:
-        dry_run: toy sizes on the CPU.
-        backend: value of `HF_PAGED_CACHE_BACKEND` in every worker.
-        seed: where all random inputs come from.
-        budget_s: seconds for everything.
-        sections: letters of the sections to run.
-        jobs: workers at one time, where nothing is timed.
-    """
-
-    dry_run: bool = False
-    backend: str = "triton"
-    seed: int = 0
-    budget_s: float = DEFAULT_BUDGET_S
-    sections: tuple[str, ...] = ("a", "b", "c", "d")
-    jobs: int = 1
+    dry_run: bool = False  # toy sizes on the CPU
+    backend: str = "triton"  # value of `HF_PAGED_CACHE_BACKEND` in every worker
+    seed: int = 0  # where all random inputs come from
+    budget_s: float = DEFAULT_BUDGET_S  # seconds for everything
+    sections: tuple[str, ...] = ("a", "b", "c", "d")  # letters of the sections to run
+    jobs: int = 1  # workers at one time, where nothing is timed
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the run.
+    """A part of the run."""
 
-    Attributes:
-        title: a few words.
-        phase: sections of one phase run at the same time; only in `CORRECTNESS` several processes do.
-        modules: whose `items` it consists of, as `module` or `module:function`.
-    """
-
-    title: str
-    phase: str
-    modules: tuple[str, ...]
+    title: str  # a few words
+    phase: str  # sections of one phase run at the same time; only in `CORRECTNESS` several processes do
+    modules: tuple[str, ...]  # whose `items` it consists of, as `module` or `module:function`
 
 
 CORRECTNESS = "correctness"

@@ -31,27 +31,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass
 class Report:
-    """What is known so far, said as it comes.
+    """What is known so far, said as it comes."""
 
-    Attributes:
-        settings: of the run.
-        path: the JSON file.
-        environment: what it runs on.
-        records: section letter -> item key -> record.
-        crashes: section letter -> traceback of a section that could not be begun.
-        expected: section letter -> how many items it has.
-        seconds: section letter -> how long it took; sections that ran at one time have the same.
-        finished: whether the run came to its end.
-    """
-
-    settings: Settings
-    path: Path
-    environment: dict[str, Any] = field(default_factory=dict)
+    settings: Settings  # of the run
+    path: Path  # the JSON file
+    environment: dict[str, Any] = field(default_factory=dict)  # what it runs on
+    # section letter -> item key -> record
     records: dict[str, dict[str, Record]] = field(default_factory=dict)
+    # section letter -> traceback of a section that could not be begun
     crashes: dict[str, str] = field(default_factory=dict)
-    expected: dict[str, int] = field(default_factory=dict)
+    expected: dict[str, int] = field(default_factory=dict)  # section letter -> how many items it has
+    # section letter -> how long it took; sections that ran at one time have the same
     seconds: dict[str, float] = field(default_factory=dict)
-    finished: bool = False
+    finished: bool = False  # whether the run came to its end
     _started_s: float = field(default_factory=time.monotonic, repr=False)
     _said_s: float = field(default=0.0, repr=False)
 

@@ -35,19 +35,12 @@ MakeCache = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A use of a cache.
+    """A use of a cache."""
 
-    Attributes:
-        name: what the tables call it.
-        lengths: tokens of the prompts, one for each row.
-        beams: of beam search; 1 is greedy.
-        turns: 2 if the same cache is given once more, with the whole conversation and some ids on top.
-    """
-
-    name: str
-    lengths: tuple[int, ...] = (21, 21)
-    beams: int = 1
-    turns: int = 1
+    name: str  # what the tables call it
+    lengths: tuple[int, ...] = (21, 21)  # tokens of the prompts, one for each row
+    beams: int = 1  # of beam search; 1 is greedy
+    turns: int = 1  # 2 if the same cache is given once more, with the whole conversation and some ids on top
 
 
 CASES = (
@@ -60,21 +53,16 @@ CASES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a case gave.
+    """What a case gave."""
 
-    Attributes:
-        status: `equal`: tokens and logits of a run that was given no cache (`runs.difference`); `as default`:
-            not those, but what the default cache gives when it is handed in; `not equal`; `failed`: an error
-            that PagedCache did not raise on purpose; `ignored`: nothing was ever written to the cache;
-            `refused`: an error of PagedCache; `no reference`: transformers itself cannot run the case.
-        difference: largest difference of logits, as a share of their standard deviation.
-        reason: the error.
-        default: the status of the default cache when it is handed in, where ours is not `equal`.
-    """
-
+    # `equal`: tokens and logits of a run that was given no cache (`runs.difference`); `as default`: not
+    # those, but what the default cache gives when it is handed in; `not equal`; `failed`: an error that
+    # PagedCache did not raise on purpose; `ignored`: nothing was ever written to the cache; `refused`: an
+    # error of PagedCache; `no reference`: transformers itself cannot run the case
     status: str
-    difference: float | None = None
-    reason: str | None = None
+    difference: float | None = None  # largest difference of logits, as a share of their standard deviation
+    reason: str | None = None  # the error
+    # the status of the default cache when it is handed in, where ours is not `equal`
     default: str | None = None
 
     @property

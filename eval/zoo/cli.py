@@ -73,14 +73,9 @@ def zoo(
 def reports_of(
     entries: Sequence[Entry], options: Options, *, jobs: int, limit_s: float, examine: Any = None
 ) -> Iterator[Report]:
-    """Look at every entry in a process of its own, a few at a time; reports come as they are ready.
+    """Look at every entry in a process of its own, `jobs` at a time; reports come as they are ready.
 
-    Args:
-        entries: What to look at.
-        options: How.
-        jobs: Processes at a time.
-        limit_s: Seconds after which a type is given up.
-        examine: What looks at one, a function of a module; `examine.examine_alone` unless another is given.
+    A type is given up after `limit_s` seconds. `examine` is what looks at one, a function of a module.
     """
     from eval.zoo.examine import Report, examine_alone
 

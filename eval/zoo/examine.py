@@ -24,49 +24,32 @@ _STEPS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """How types are looked at.
+    """How types are looked at."""
 
-    Attributes:
-        block_size: tokens of a block.
-        attention: the models' attention implementation; None for the one that transformers chooses.
-        formats: values of `kv_cache_dtype` to try, beside `auto`.
-    """
-
-    block_size: int = 16
+    block_size: int = 16  # tokens of a block
+    # the models' attention implementation; None for the one that transformers chooses
     attention: str | None = None
-    formats: tuple[str, ...] = FORMATS
+    formats: tuple[str, ...] = FORMATS  # values of `kv_cache_dtype` to try, beside `auto`
 
 
 @dataclass
 class Report:
-    """What was found out.
+    """What was found out."""
 
-    Attributes:
-        name: of the entry.
-        model_type: its type.
-        class_name: the model class.
-        kinds: kinds of its layers.
-        reads: how a decode step reads stored K and V (see `reads`).
-        formats: format -> `runs`, or whether it is refused or fails, and why.
-        verdicts: case -> how it went.
-        reach: how far the logits move when an early and a late id of the prompt is another one, as a share of
-            their standard deviation: what a cache that lost it would show.
-        problem: why nothing more is known: skipped, not built, crashed, too slow.
-        has_died: its process crashed or had to be stopped.
-        seconds: how long it took.
-    """
-
-    name: str
-    model_type: str
-    class_name: str
-    kinds: tuple[str, ...] = ()
-    reads: str = reads.NONE
+    name: str  # of the entry
+    model_type: str  # its type
+    class_name: str  # the model class
+    kinds: tuple[str, ...] = ()  # kinds of its layers
+    reads: str = reads.NONE  # how a decode step reads stored K and V (see `reads`)
+    # format -> `runs`, or whether it is refused or fails, and why
     formats: dict[str, str] = field(default_factory=dict)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)  # case -> how it went
+    # how far the logits move when an early and a late id of the prompt is another one, as a share of their
+    # standard deviation: what a cache that lost it would show
     reach: tuple[float, ...] = ()
-    problem: str | None = None
-    has_died: bool = False
-    seconds: float = 0.0
+    problem: str | None = None  # why nothing more is known: skipped, not built, crashed, too slow
+    has_died: bool = False  # its process crashed or had to be stopped
+    seconds: float = 0.0  # how long it took
 
     @property
     def is_wrong(self) -> bool:

@@ -18,16 +18,11 @@ below 1e-5; states that are scanned in chunks in one run and step by step in the
 
 @dataclass(frozen=True)
 class Run:
-    """What came out.
+    """What came out."""
 
-    Attributes:
-        sequences: ids `[rows, tokens]`, the prompt included.
-        start: tokens of the prompt.
-        steps: for every step the ids so far, `[rows x beams, tokens]`, and its logits, `[rows x beams, ids]`.
-    """
-
-    sequences: torch.Tensor
-    start: int
+    sequences: torch.Tensor  # ids `[rows, tokens]`, the prompt included
+    start: int  # tokens of the prompt
+    # for every step the ids so far, `[rows x beams, tokens]`, and its logits, `[rows x beams, ids]`
     steps: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -65,16 +60,13 @@ def cache_argument(model: Any) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two runs differ.
+    """How two runs differ."""
 
-    Attributes:
-        logits: the largest difference, as a share of the logits' standard deviation; infinity where one is
-            finite and the other is not.
-        compared: rows of steps that were compared: those whose ids were the same up to there. Behind a token
-            that differs nothing can be compared, and at that token the logits are.
-    """
-
+    # the largest difference, as a share of the logits' standard deviation; infinity where one is finite and
+    # the other is not
     logits: float
+    # rows of steps that were compared: those whose ids were the same up to there. Behind a token that
+    # differs nothing can be compared, and at that token the logits are
     compared: int
 
     @property

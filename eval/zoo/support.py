@@ -79,13 +79,13 @@ def _in_words(verdict: Verdict) -> str:
 
 def formats_in_words(report: Report) -> str:
     """`all`, or those that run, and why others do not."""
-    runs = [name for name, outcome in report.formats.items() if outcome == RUNS]
-    if not report.formats or not runs:
+    running = [name for name, outcome in report.formats.items() if outcome == RUNS]
+    if not running:
         return ""
-    if len(runs) == len(report.formats):
+    if len(running) == len(report.formats):
         return "all"
     others = [f"{name} {outcome}" for name, outcome in report.formats.items() if outcome != RUNS]
-    return f"{', '.join(runs)}; {'; '.join(others)}"
+    return f"{', '.join(running)}; {'; '.join(others)}"
 
 
 # --- tables -------------------------------------------------------------------------------------------------
@@ -101,13 +101,7 @@ _CASES = {
 
 
 def page(reports: Sequence[Report], options: Options, environment: dict[str, Any]) -> str:
-    """The page, with a section for every group.
-
-    Args:
-        reports: what was found out.
-        options: how.
-        environment: as it was described when they were made.
-    """
+    """The page, with a section for every group."""
     versions = environment["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch", "hf-paged-cache"))
     cases = "; ".join(f"*{case.name}*, {_CASES[case.name]}" for case in CASES)
@@ -115,7 +109,7 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
     parts = [
         "# Which models PagedCache serves",
         f"**{headline(reports)}.**",
-        f"Written by `python -m eval.zoo` with {packages}, blocks of {options.block_size} tokens, "
+        f"Written by `python -m eval zoo` with {packages}, blocks of {options.block_size} tokens, "
         f"{attention}, on a CPU. Every generative class that transformers registers is built tiny, with "
         "random weights, and generates with the default cache and with PagedCache: "
         f"{cases}. *equal* means the same tokens and logits in float32 (within {runs.TOLERANCE:g} of "

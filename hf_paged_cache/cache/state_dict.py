@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,6 @@ from hf_paged_cache.blocks import NULL_BLOCK
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, format_name, with_keys_in_int8
 from hf_paged_cache.forward.left_padding import Padding
-from hf_paged_cache.forward.recurrent_state import HostParts
-from hf_paged_cache.forward.state import CacheState
 from hf_paged_cache.forward.weights import Weights
 from hf_paged_cache.host import architectures
 from hf_paged_cache.store import key_guard
@@ -43,6 +41,10 @@ from hf_paged_cache.store.saved import (
 )
 
 from .layer import PagedLayer
+
+if TYPE_CHECKING:
+    from hf_paged_cache.forward.recurrent_state import HostParts
+    from hf_paged_cache.forward.state import CacheState
 
 Attributes = dict[str, Any]
 

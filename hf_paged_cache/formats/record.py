@@ -13,11 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from .codec import Codec
+if TYPE_CHECKING:
+    from .codec import Codec
 
 Side = Literal["keys", "values"]
 _ALIGNMENT = 16

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.frames import Frame
-from hf_paged_cache.host.running_forward import ModelCall
 
 from .positions import Run, discontinuous, joined, next_positions, runs_of
 
 if TYPE_CHECKING:
+    from hf_paged_cache.host.frames import Frame
+    from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.pool_tensors import NewTokens
 
 _HIDDEN = -1e4

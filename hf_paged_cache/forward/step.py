@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hf_paged_cache.errors import CacheMismatchError
 from hf_paged_cache.host import running_forward
 
 from .undo import Undo
@@ -91,3 +92,11 @@ class Step:
         if self.is_of_model:
             return not self.is_over
         return not running_forward.current().forward.is_known and (write is None or write not in self.writes)
+
+
+def no_new_tokens(layer_idx: int, held: int) -> CacheMismatchError:
+    """What to raise where a forward brings no token."""
+    return CacheMismatchError(
+        f"layer {layer_idx}: no new tokens. The cache already holds {held} tokens per row, and the prompt "
+        "has no more than that; pass a longer prompt, `cache.crop(...)` what differs, or `cache.reset()`"
+    )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -20,7 +21,7 @@ from eval.bench.layers.layer_stacks import Case, Shape
 from eval.bench.models import memory, workload
 from eval.bench.readers import Reader
 from eval.core import table
-from eval.core.hardware import CPU, Device
+from eval.core.hardware import CPU, TOY, Device
 from eval.core.table import Bound, Column, Result, Row, WrongAnswer, fixed
 from eval.core.timing import Contender, Timings, interleave
 
@@ -198,6 +199,24 @@ def test_a_wrong_attention_is_refused_before_anything_is_timed(
         attention_step.measure(Case(TINY, 1, torch.float32, 70), Reader("r", 1, int), 0.0, 1)
 
 
+@pytest.mark.parametrize("kernel", ["write", "decode"])
+def test_kernels_that_write_nothing_or_attend_wrongly_are_refused(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "torch")
+    case = Case(TINY, 2, torch.bfloat16, 70, device=TOY)
+    rows = attention_step.measure_kernels(case, copy_bytes=1 << 16, budget_s=0.0)
+    assert [row.cells["kernel"] for row in rows] == ["blocks", "masked", "sdpa"]
+    right = layer_stacks.dispatch.decode
+    broken = {
+        "write": lambda *args: None,
+        "decode": lambda *args: (1.01 * right(*args)[0], None),
+    }
+    monkeypatch.setattr(layer_stacks.dispatch, kernel, broken[kernel])
+    with pytest.raises(WrongAnswer, match=r"blocks, tiny, batch 2, bfloat16, 70 tokens: "):
+        attention_step.measure_kernels(case, copy_bytes=1 << 16, budget_s=0.0)
+
+
 def test_the_dynamic_cache_is_contiguous_again_after_tokens_are_taken_back(small_l3: None) -> None:
     dynamic = layer_stacks.filled(Case(TINY, 1, torch.float32, 8))[0]
     dynamic.step()
@@ -334,7 +353,7 @@ def test_a_run_prints_header_table_and_summary_and_writes_json(
     assert result.output.index("kernel tests (cpp): 7 passed") < result.output.index("GB/s")
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["environment"]["torch_threads"] == torch.get_num_threads()
-    assert document["kernel_tests"] == green.to_dict()
+    assert document["kernel_tests"] == dataclasses.asdict(green)
     (bench,) = document["results"]
     assert [row["best"] for row in bench["rows"]].count("best") == 1
 

@@ -77,12 +77,8 @@ BENCH = Bench(
 def measure(context: Context, shape: Shape, tokens: int, reader: Reader, missing: set[str]) -> list[Row]:
     """Fill the caches, check their answers, time them side by side.
 
-    Args:
-        context: of the run.
-        shape: heads.
-        tokens: attended by the last step of a turn, whole blocks, so that no step opens a block.
-        reader: reads memory in the same rounds.
-        missing: told why the stock cache does not take part.
+    The last step of a turn attends `tokens` tokens, whole blocks, so that no step opens a block. `missing` is
+    told why the stock cache does not take part.
 
     Raises:
         WrongAnswer: a cache's attention is not what it should be.

@@ -39,19 +39,15 @@ LLAMA_3_8B = Shape("Llama-3-8B", 32, 8, 128)
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a step that attends `tokens` tokens, the new one included.
-
-    Attributes:
-        least_bits: bits per value of the smallest contender, where one keeps fewer than the dtype has.
-        device: where.
-    """
+    """One thing to measure: a step that attends `tokens` tokens, the new one included."""
 
     shape: Shape
     batch: int
     dtype: torch.dtype
     tokens: int
+    # bits per value of the smallest contender, where one keeps fewer than the dtype has
     least_bits: float | None = None
-    device: Device = CPU
+    device: Device = CPU  # where
 
     @property
     def kv_bytes(self) -> int:
@@ -153,7 +149,7 @@ class LayerStack(Stack):
 class BlockStack(Stack):
     """The kernels alone, over one pool with shuffled blocks: the new token is written anew at every step."""
 
-    def __init__(self, case: Case, mask: torch.Tensor | None = None) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__("blocks", case, case.layers)
         shape, where = case.shape, case.device.torch_device
         columns = -(-case.tokens // BLOCK_SIZE)
@@ -169,29 +165,21 @@ class BlockStack(Stack):
         table = order.to(torch.int32).view(case.batch, columns).contiguous()
         lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=where)
         held = RowLengths(case.tokens, lengths)
-        self.mask = mask
         self.last_output = torch.empty(0)
         self.blocks = [
             LayerBlocks(keys[:, layer], values[:, layer], table, held) for layer in range(self.layers)
         ]
 
-    def masked(self) -> BlockStack:
-        """The same blocks with a mask that hides nothing, as a host passes that has been given one."""
-        case, stack = self.case, object.__new__(BlockStack)
-        mask = torch.ones(case.batch, 1, 1, case.tokens, dtype=torch.bool, device=case.device.torch_device)
-        vars(stack).update(vars(self), name="masked", mask=mask)
-        return stack
-
-    def attend(self, layer_idx: int) -> torch.Tensor:
+    def attend(self, layer_idx: int, mask: torch.Tensor | None = None) -> torch.Tensor:
         """By the dispatcher."""
         blocks, tokens = self.blocks[layer_idx], self.case.tokens
         dispatch.write(blocks, self.keys, self.values, tokens - 1)
-        return dispatch.decode(blocks, Attention(self.query, 0, tokens, self.scaling, self.mask))[0]
+        return dispatch.decode(blocks, Attention(self.query, 0, tokens, self.scaling, mask))[0]
 
-    def step(self) -> None:
+    def step(self, mask: torch.Tensor | None = None) -> None:
         """The new token of every layer."""
         for layer_idx in range(self.layers):
-            self.last_output = self.attend(layer_idx)
+            self.last_output = self.attend(layer_idx, mask)
 
     def stored(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens before, and the new one as it should have been written."""
@@ -287,10 +275,7 @@ def config_of(case: Case, layers: int | None = None) -> LlamaConfig:
 def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None) -> dict[str, float]:
     """RMS error ratio of each stack's step in its first and last layer; all are left as they were.
 
-    Args:
-        stacks: of one case.
-        tolerance: what is allowed.
-        expected: whose K and V are right; each stack's own if there is none.
+    The K and V of `expected` are right; each stack's own if there is none.
 
     Raises:
         WrongAnswer: an error is larger, or an answer holds NaN or infinity.

@@ -113,11 +113,7 @@ def measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> li
 
 
 def _format_error(model: Any, name: str, cache: Any, token: torch.Tensor) -> float:
-    """Difference of the logits with a quantized cache and with its own K and V in full precision.
-
-    Raises:
-        WrongAnswer: it is too large.
-    """
+    """Difference of the logits with a quantized cache and with its own K and V in full precision."""
     logits = workload.forward(name, model, cache, token)
     repeated = workload.replay(cache, model, token.shape[1])
     workload.remove_last(cache, token.shape[1])

@@ -16,9 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from eval.bench.models import workload
-from eval.caches import CacheUnavailable
-from eval.caches.stock import quantized_cache
-from eval.core.hardware import Device, Skip
+from eval.core.hardware import Device
 from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed, scientific
 from hf_paged_cache.host.compat import cache_argument
 
@@ -68,23 +66,14 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One context to continue.
+    """One context to continue."""
 
-    Attributes:
-        batch: rows.
-        tokens: of context in each.
-        steps: that are timed.
-        rounds: how often contenders that are timed in turns have theirs.
-        warm_up: steps before, for compiling and what CUDA graphs want run before they record.
-        seed: of the tokens that are forced.
-    """
-
-    batch: int
-    tokens: int
-    steps: int = 32
-    rounds: int = 2
-    warm_up: int = 6
-    seed: int = 0
+    batch: int  # rows
+    tokens: int  # of context in each
+    steps: int = 32  # that are timed
+    rounds: int = 2  # how often contenders that are timed in turns have theirs
+    warm_up: int = 6  # steps before, for compiling and what CUDA graphs want run before they record
+    seed: int = 0  # of the tokens that are forced
 
     @property
     def new_tokens(self) -> int:
@@ -128,11 +117,7 @@ def random_llama(size: str, device: Device) -> Any:
 
 
 def new_cache(name: str, model: Any, rows: int, tokens: int) -> Any:
-    """An empty cache of that name for `rows` rows of up to `tokens` tokens; the model's attention fits it.
-
-    Raises:
-        Skip: it cannot be had here.
-    """
+    """An empty cache of that name for `rows` rows of up to `tokens` tokens; the model's attention fits it."""
     from hf_paged_cache import PagedCache
 
     if name.startswith("paged"):
@@ -140,17 +125,7 @@ def new_cache(name: str, model: Any, rows: int, tokens: int) -> Any:
         compiled: dict[str, Any] = {"compile": True} if name == "paged_compiled" else {}
         return PagedCache(model, block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, **compiled)
     dynamic = workload.new_cache("dynamic", model)
-    if name == "static":
-        return StaticCache(config=model.config, max_cache_len=tokens)
-    if name == "dynamic":
-        return dynamic
-    reasons: list[str] = []
-    for backend in ("hqq", "quanto"):  # whichever of the host's two libraries is installed
-        try:
-            return quantized_cache(model.config, backend)
-        except CacheUnavailable as reason:
-            reasons.append(str(reason))
-    raise Skip("; ".join(reasons))
+    return dynamic if name == "dynamic" else StaticCache(config=model.config, max_cache_len=tokens)
 
 
 def measure(names: Sequence[str], model: Any, case: Case, device: Device) -> list[Row]:
@@ -158,7 +133,6 @@ def measure(names: Sequence[str], model: Any, case: Case, device: Device) -> lis
 
     Raises:
         WrongAnswer: logits are not those of a `DynamicCache`, or a step is not compiled that has to be.
-        Skip: a cache cannot be had here.
     """
     runs: dict[str, list[_Run]] = {name: [] for name in names}
     for _ in range(1 if set(names) & set(COMPILED) else case.rounds):

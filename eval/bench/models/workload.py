@@ -113,10 +113,7 @@ def random_ids(model: Any, tokens: int) -> torch.Tensor:
 def replay(cache: Any, model: Any, tokens: int) -> Any:
     """A `DynamicCache` that repeats the last step of a paged cache with the K and V that this gives back.
 
-    Args:
-        cache: after the step; it keeps its tokens.
-        model: whose cache it is.
-        tokens: of the step. Their own K and V are those of the paged cache too, whatever `update` is given.
+    Those of the step's own `tokens` too, whatever `update` is given. The paged cache keeps its tokens.
     """
     repeated: Any = DynamicCache(config=model.config)
     stored = [(keys.clone(), values.clone()) for keys, values, *_ in cache]
@@ -192,11 +189,7 @@ def forward_contender(name: str, model: Any, cache: Any, token_ids: torch.Tensor
 
 
 def compare_logits(model: Any, caches: dict[str, Any], token_ids: torch.Tensor, dtype: torch.dtype) -> float:
-    """Difference of the logits with a paged and a dynamic cache of one content, which both keep.
-
-    Raises:
-        WrongAnswer: it is too large.
-    """
+    """Difference of the logits with a paged and a dynamic cache of one content, which both keep."""
     logits = {name: forward(name, model, cache, token_ids) for name, cache in caches.items()}
     for cache in caches.values():
         remove_last(cache, token_ids.shape[1])

@@ -24,17 +24,19 @@ import importlib.util
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
 from hf_paged_cache.kernels.reference import check_storable, decode_blocks
 from hf_paged_cache.kernels.torch.masking import additive
 from hf_paged_cache.kernels.torch.partial_softmax import Partial, split_heads
 
 from .tiles import MAX_HEAD_DIM
+
+if TYPE_CHECKING:
+    from hf_paged_cache.formats import RecordFormat
 
 __all__ = [
     "attend_fresh",
