@@ -21,7 +21,8 @@ from .window_store import WindowStore
 if TYPE_CHECKING:
     import torch
 
-    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+    from hf_paged_cache.config import PagedCacheConfig
+    from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
 
     from .holder import RunningStep
@@ -75,6 +76,10 @@ class LayerGroups:
     def of(self, layer_idx: int) -> LayerGroup:
         """The group that a layer belongs to (only when there are groups)."""
         return self._by_window[self.specs[layer_idx].window]
+
+    def static_of(self, layer_idx: int) -> StaticGroup | None:
+        """The same where rows have all their blocks; None if they have not, or there are none."""
+        return cast("StaticGroup", self.of(layer_idx)) if self.is_static and self._by_window else None
 
     def layer_dtypes(self) -> dict[int, str]:
         """Layer index -> name of the format that it is stored in now."""
