@@ -97,14 +97,14 @@ def test_second_turn_over_compiled_steps_gives_the_tokens_of_dynamic_cache() -> 
     mask = torch.ones_like(ids)
     mask[:, :PROMPT_TOKENS] = inputs["attention_mask"]
     inputs = {"input_ids": ids, "attention_mask": mask}
-    want = generate(model, DynamicCache(config=model.config), inputs, max_new_tokens=6)
-    got = generate(model, cache, inputs, max_new_tokens=6, compile_config=compile_config())
+    want = generate(model, DynamicCache(config=model.config), inputs, max_new_tokens=3)
+    got = generate(model, cache, inputs, max_new_tokens=3, compile_config=compile_config())
     assert torch.equal(got, want)
 
 
 def test_compiled_beams_give_the_tokens_of_dynamic_cache() -> None:
     model, inputs = model_of("llama"), prompt()
-    options = {"num_beams": 3, "max_new_tokens": 5}
+    options = {"num_beams": 3, "max_new_tokens": 4}
     want = generate(model, DynamicCache(config=model.config), inputs, **options)
     cache = static_cache(model, rows=3 * ROWS)
     got = generate(model, cache, inputs, **options, compile_config=compile_config())
@@ -115,7 +115,7 @@ def test_compiled_beams_give_the_tokens_of_dynamic_cache() -> None:
 def test_prompt_lookup_rolls_static_rows_back() -> None:
     model = model_of("llama")
     inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]], device=DEVICE)}
-    options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 16}
+    options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 10}
     want = generate(model, DynamicCache(config=model.config), inputs, **options)
     cache = static_cache(model, rows=1)
     assert torch.equal(generate(model, cache, inputs, **options), want)
@@ -214,9 +214,9 @@ def test_other_batch_after_a_reset_shares_the_pool_anew() -> None:
     cache = static_cache(model)
     for rows in (2, 4, 1):
         inputs = prompt(rows=rows)
-        want = generate(model, DynamicCache(config=model.config), inputs, max_new_tokens=6)
+        want = generate(model, DynamicCache(config=model.config), inputs, max_new_tokens=3)
         assert torch.equal(
-            generate(model, cache, inputs, max_new_tokens=6, compile_config=compile_config()), want
+            generate(model, cache, inputs, max_new_tokens=3, compile_config=compile_config()), want
         )
         cache.check_integrity()
         cache.reset()
@@ -254,7 +254,7 @@ def test_crop_and_reorder_of_static_rows_are_those_of_dynamic_cache() -> None:
 def test_prompt_of_one_token_opens_other_rows_after_a_reset() -> None:
     model = model_of("llama")
     cache = static_cache(model)
-    generate(model, cache, prompt())
+    generate(model, cache, prompt(), max_new_tokens=2)
     cache.reset()
     inputs = {
         "input_ids": torch.tensor([[5]], device=DEVICE),
