@@ -35,7 +35,7 @@ SMALLER = {
         '"--limit", "4"': '"--limit", "2"',
     },
 }
-"""What is told to a notebook so that all of its code runs in less time; its own numbers are in the committed one."""
+"""Changes that let all of a notebook's code run in less time. The committed one has its own numbers."""
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
