@@ -47,14 +47,14 @@ def main() -> int:
             "HF_PAGED_CACHE_CPU_ISA": isa,
             "HF_PAGED_CACHE_CXXFLAGS": FLAGS,
             "LD_PRELOAD": runtime,
-            "PYTHONMALLOC": "malloc",  # the records handed to the kernel lie in bytes objects
+            "PYTHONMALLOC": "malloc",  # the structs handed to the kernel lie in Python's memory
             "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
         start_s = time.perf_counter()
         status = subprocess.run([sys.executable, "-m", "tests.sanitize", isa], env=environment).returncode
-        said = "clean" if status == 0 else f"FAILED with status {status}"
-        print(f"{isa}: {said} after {time.perf_counter() - start_s:.0f} s", flush=True)
+        outcome = "clean" if status == 0 else f"FAILED with status {status}"
+        print(f"{isa}: {outcome} after {time.perf_counter() - start_s:.0f} s", flush=True)
         failed |= status != 0
     return int(failed)
 

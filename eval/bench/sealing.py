@@ -93,11 +93,11 @@ def _open_block(cache: Any) -> tuple[Any, int, int]:
 
 def _check(name: str, pool: Any, slot: int, record: int) -> float:
     pool.seal([slot], [record])
-    got = pool.form.decode(pool.records[record])
+    got = pool.layout.decode(pool.records[record])
     expected = torch.empty_like(pool.records[record])
-    pool.form.encode(pool.keys[slot], pool.values[slot], expected)
+    pool.layout.encode(pool.keys[slot], pool.values[slot], expected)
     errors = []
-    for part, want in zip(got, pool.form.decode(expected), strict=True):
+    for part, want in zip(got, pool.layout.decode(expected), strict=True):
         if not part.isfinite().all():
             raise WrongAnswer(f"a block sealed in {name} holds NaN or infinity")
         errors.append(workload.rms_ratio(part, want))

@@ -15,6 +15,7 @@ from eval.gpu.device import Device
 from eval.gpu.items import Item, Record
 from eval.gpu.settings import Settings
 from eval.gpu.shared_cases import attention_cases, prefill_cases, tolerance
+from hf_paged_cache.kernels.call import Attention
 from hf_paged_cache.kernels.prefill import attend_with_history
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,16 +45,18 @@ def _run(prefill: Any, dtype: torch.dtype, seed: int, record: Record, device: De
         name: None if x is None else moved.moved(x, device.torch_device) for name, x in tensors.items()
     }
     with device.poisoned():
-        got = attend_with_history(
-            blocks,
+        fresh = given.pop("fresh_keys"), given.pop("fresh_values")
+        a = Attention(
             **given,
-            history_start=case.start,
-            history_end=case.end,
+            start=case.start,
+            end=case.end,
             scale=case.head_dim**-0.5,
-            is_causal=prefill.is_causal,
+            causal=prefill.is_causal,
             window=prefill.window,
             softcap=prefill.softcap,
-        ).cpu()
+            queries_are_last=False,
+        )
+        got = attend_with_history(blocks, a, *fresh).cpu()
     error = float(attention_cases().rms_ratio(got, want)) if got.isfinite().all() else float("inf")
     record.values["rms_ratio"] = error
     record.bound("RMS ratio", error, tolerance(dtype))

@@ -93,25 +93,14 @@ class AttentionCall:
         # One query reads its own K and V as they are stored. More are a prompt or a draft, and see each other
         # in the model's precision.
         reads_own = q_tokens == 1 or stored.fresh is None or stored.blocks.records is None
+        question = Attention(query, stored.start, stored.end, float(self.scale), mask, is_causal)
+        question.softcap, question.sinks = self.softcap, self.sinks
         if q_tokens <= MAX_DECODE_TOKENS and reads_own and not stored.has_gap:
-            question = Attention(query, stored.start, stored.end, float(self.scale), mask, is_causal)
-            question.softcap, question.sinks = self.softcap, self.sinks
             return dispatch.decode(stored.blocks, question)[0]
         assert stored.fresh is not None, "only views returned by `update` come this far"
+        question.end, question.queries_are_last = stored.history_end, False
         with without_autocast(query):
-            return attend_with_history(
-                stored.blocks,
-                query=query,
-                fresh_keys=stored.fresh[0],
-                fresh_values=stored.fresh[1],
-                history_start=stored.start,
-                history_end=stored.history_end,
-                scale=float(self.scale),
-                mask=mask,
-                is_causal=is_causal,
-                softcap=self.softcap,
-                sinks=self.sinks,
-            )
+            return attend_with_history(stored.blocks, question, *stored.fresh)
 
     def _pattern(self) -> tuple[torch.Tensor | None, bool]:
         """The mask for the kernel, and whether causality comes on top of it."""

@@ -1,6 +1,6 @@
-"""How a forward that the user has compiled updates a cache that is not static: one operator for each layer.
+"""The operator by which a forward that the user has compiled updates one layer of a cache that is not static.
 
-To the compiler it is one opaque call, so that a forward stays in one graph. What it changes is no tensor of
+To the compiler it is an opaque call, so that a forward stays in one graph. What it changes is no tensor of
 the graph; how far the cache had come is known when a forward begins, and shows in the shapes of the results.
 """
 
@@ -45,10 +45,7 @@ def update(
         cache: What `register` gave.
         layer_idx: Index of the layer.
         start: Tokens per row before.
-        visible: Tokens that the results hold.
-
-    Returns:
-        K `[batch, kv_heads, visible, head_dim]` and V.
+        visible: Tokens that the results `[batch, kv_heads, visible, head_dim]` hold.
     """
     return _caches[cache].update_in_graph(key_states, value_states, layer_idx, start)
 

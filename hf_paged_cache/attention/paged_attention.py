@@ -1,10 +1,9 @@
 """Paged attention as an attention implementation of `transformers`.
 
 `activate` puts a name of ours into a model's config; under that name the host finds a pair of functions
-(attention and mask) that read blocks when K and V are views of a `PagedCache`, and call the implementation
-that was set before in every other case: another cache, no cache, a training step, tensors that were computed
-from the views. The name carries that implementation (`hf_paged_cache_sdpa`), so nothing else has to be
-remembered and `deactivate` can undo it.
+(attention and mask) that read blocks when K and V are views of a `PagedCache`, and in every other case call
+the implementation that was set before. The name carries that implementation (`hf_paged_cache_sdpa`), so
+nothing else has to be remembered and `deactivate` can undo it.
 """
 
 from __future__ import annotations

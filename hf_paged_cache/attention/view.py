@@ -63,7 +63,7 @@ class StoredKV:
     @property
     def has_gap(self) -> bool:
         """Whether some token of a window is not stored."""
-        return self.group.window is not None and self.group.has_gap(self.start)
+        return self.group.window is not None and self.group.manager.has_gap(self.start)
 
     @property
     def is_current(self) -> bool:
@@ -111,12 +111,13 @@ class StoredKV:
         view.stored, view.side = self, side
         return view
 
-    def in_graph(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of this, as part of a graph whose gradients they pass on, or refuse.
+    def in_graph(self, *, is_lazy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, lazy or dense, as part of a graph whose gradients they pass on, or refuse.
 
         A gradient that arrives at tokens which earlier forwards stored ends there. That is right for tokens
         that were constants when they came, and would be a wrong answer for the others.
         """
+        keys, values = self.views() if is_lazy else self.dense()
         first = self.state.rows.gradients_from
         if first is None or first >= self.history_end:
             return keys, values

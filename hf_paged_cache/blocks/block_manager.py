@@ -280,11 +280,17 @@ class BlockManager:
         self.tables = new
         self.version += 1
 
-    def fork(self) -> BlockManager:
-        """Another manager with the same rows, by sharing their blocks."""
-        copied = self._copied(self.pool)
-        self.pool.share(self._stored_ids())
-        return copied
+    def fork(self, pool: BlockPool | None = None) -> BlockManager:
+        """The same rows in another manager, by sharing their blocks or by the same ids in an empty pool."""
+        pool_of_fork = self.pool if pool is None else pool
+        fork = BlockManager(pool_of_fork.num_blocks, self.block_size, self.window, pool=pool_of_fork)
+        fork.tables = [table.fork() for table in self.tables]
+        fork.first_held = self.first_held
+        if pool is None:
+            self.pool.share(self._stored_ids())
+        else:
+            pool.rebuild(pool.num_blocks, fork.holdings())
+        return fork
 
     def adopt(
         self, tables: Sequence[Sequence[int]], num_tokens: int, padding_tokens: Sequence[int]
@@ -309,12 +315,6 @@ class BlockManager:
         self.pool.share(list(further.elements()))
         self.version += 1
         return ids
-
-    def apart(self) -> BlockManager:
-        """The same rows and ids over a pool of their own, in which nobody else holds a block."""
-        copied = self._copied(self.pool.restricted_to(table.ids for table in self.tables))
-        copied.version = self.version
-        return copied
 
     def renumber(self, moved: Mapping[int, int]) -> None:
         """Follow blocks that got other ids."""
@@ -373,12 +373,6 @@ class BlockManager:
                     raise AssertionError(
                         f"Block {block_id} (row {row}, logical block {i}) is full but still open."
                     )
-
-    def _copied(self, pool: BlockPool) -> BlockManager:
-        copied = BlockManager(pool.num_blocks, self.block_size, self.window, pool=pool)
-        copied.tables = [table.fork() for table in self.tables]
-        copied.first_held = self.first_held
-        return copied
 
     def _stored_ids(self) -> list[int]:
         return [block_id for table in self.tables for block_id in table.stored_ids()]

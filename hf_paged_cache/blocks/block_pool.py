@@ -194,9 +194,7 @@ class BlockPool:
         """Keep the ids below `num_blocks`; holders of `moved` blocks follow. Cached content is forgotten."""
         new_ids = {block_id: moved.get(block_id, block_id) for block_id in self.referenced()}
         references = {new: self._ref_counts[old] for old, new in new_ids.items()}
-        self._become(
-            _pool_of(num_blocks, references, {new: self._states[old] for old, new in new_ids.items()})
-        )
+        self._hold(num_blocks, references, {new: self._states[old] for old, new in new_ids.items()})
 
     def seal(self, block_id: int) -> None:
         """Declare an open block full: it is immutable from now on."""
@@ -228,11 +226,6 @@ class BlockPool:
         """The blocks with at least one reference, in order."""
         return [block_id for block_id, count in enumerate(self._ref_counts) if count]
 
-    def restricted_to(self, tables: Iterable[Iterable[int]]) -> BlockPool:
-        """A pool of the same size and ids where only these tables hold blocks, which keep their states."""
-        held = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
-        return _pool_of(self.num_blocks, held, self._states)
-
     def rebuild(self, num_blocks: int, holdings: Iterable[tuple[Sequence[int], int]]) -> None:
         """Find all counts and states anew, whatever they are now.
 
@@ -247,7 +240,7 @@ class BlockPool:
             sealed.update(block_ids[:num_sealed])
         del held[NULL_BLOCK]
         states = {block_id: _SEALED if block_id in sealed else _OPEN for block_id in held}
-        self._become(_pool_of(num_blocks, held, states))
+        self._hold(num_blocks, held, states)
 
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
         """Raise an AssertionError unless free + pending + referenced + cached = total. O(pool).
@@ -288,10 +281,14 @@ class BlockPool:
                     f" tables hold {held[block_id]}."
                 )
 
-    def _become(self, other: BlockPool) -> None:
-        """Take over the blocks of a pool, in one step that an interrupt cannot divide; the counters go on."""
-        other.counters = self.counters
-        vars(self).update(vars(other))
+    def _hold(self, num_blocks: int, references: Mapping[int, int], states: Mapping[int, int]) -> None:
+        """Be a pool where these blocks have so many references, and all others are free."""
+        fresh = BlockPool(num_blocks)
+        for block_id, count in references.items():
+            fresh._ref_counts[block_id], fresh._states[block_id] = count, states[block_id]
+        fresh._free = [block_id for block_id in fresh._free if block_id not in references]
+        fresh.counters = self.counters
+        vars(self).update(vars(fresh))  # in one step, which an interrupt cannot divide
 
     def _drop_references(self, block_ids: Sequence[int]) -> list[int]:
         """Drop one reference each, last listed first; all or nothing. Returns those that have none left."""
@@ -323,17 +320,6 @@ class BlockPool:
             return PagedCacheError(f"Cannot {action} block {block_id}: unknown id, expected one of {known}.")
         is_now = f"it is {self.state(block_id).name}, references: {self._ref_counts[block_id]}"
         return PagedCacheError(f"Cannot {action} block {block_id}: {is_now}; {why}.")
-
-
-def _pool_of(
-    num_blocks: int, references: Mapping[int, int], states: Mapping[int, int] | Sequence[int]
-) -> BlockPool:
-    """A pool in which these blocks have so many references, and all others are free."""
-    pool = BlockPool(num_blocks)
-    for block_id, count in references.items():
-        pool._ref_counts[block_id], pool._states[block_id] = count, states[block_id]
-    pool._free = [block_id for block_id in pool._free if block_id not in references]
-    return pool
 
 
 def _require_at_least(lowest: int, value: int, name: str) -> None:

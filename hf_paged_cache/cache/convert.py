@@ -19,7 +19,7 @@ def copy_into(paged: Any, other: Cache) -> None:
     """Store in an empty `PagedCache` what another cache holds.
 
     Raises:
-        PagedCacheError: The other has other layers, keeps K and V in a form that is not dense, or has dropped
+        PagedCacheError: The other has other layers, keeps K and V that are not dense, or has dropped
             tokens that a layer of this cache needs.
     """
     if isinstance(other, EncoderDecoderCache) or not isinstance(other, Cache):
@@ -28,57 +28,51 @@ def copy_into(paged: Any, other: Cache) -> None:
             "`self_attention_cache` and `cross_attention_cache`, each for itself"
         )
     there, here = len(other.layers), len(paged.layers)
-    kept = [
-        layer
-        for layer in paged.layers[there:]
-        if isinstance(layer, PagedLayer) or layer in paged._hosts.parts
-    ]
+    hosts = paged._hosts.parts
+    kept = any(isinstance(layer, PagedLayer) or layer in hosts for layer in paged.layers[there:])
     # A DynamicCache without a config has the layers that were written, so none while it is empty.
     if there > here or (there and kept):
         raise PagedCacheError(
             f"the other cache has {there} layers, and the model {here}: it belongs to another model"
         )
-    found = [_states(index, mine, layer) for index, (mine, layer) in enumerate(_pairs(paged, other))]
+    pairs: list[tuple[Any, Any]] = list(zip(paged.layers, other.layers, strict=False))
+    found = [_states(index, mine, layer) for index, (mine, layer) in enumerate(pairs)]
     lengths = {
         index: 0 if states is None else states[0].shape[2]
-        for index, (mine, states) in enumerate(zip(paged.layers, found, strict=False))
+        for index, ((mine, _), states) in enumerate(zip(pairs, found, strict=True))
         if isinstance(mine, PagedLayer)
     }
-    last = next(reversed(lengths), None)
-    if last is not None and lengths[last] != max(lengths.values()):
+    length, last = max(lengths.values(), default=0), next(reversed(lengths), None)
+    if last is not None and lengths[last] != length:
         raise PagedCacheError(
             f"layer {last} of the other cache holds {lengths[last]} tokens per row, and others hold "
-            f"{max(lengths.values())}: the forward that filled it did not reach that layer"
+            f"{length}: the forward that filled it did not reach that layer"
         )
-    padding = other._state.rows.padding if hasattr(other, "_state") else NO_PADDING
+    state, source = paged._state, getattr(other, "_state", None)  # of another paged cache
+    padding = NO_PADDING if source is None else source.rows.padding
     if padding.unstored:
-        length = max(lengths.values())
-        paged._state.note_mask(0, length, padding.mask(length))
-    wants_gradients = torch.is_grad_enabled() and any(
-        states is not None and any(side.requires_grad for side in states) for states in found
-    )
+        state.note_mask(0, length, padding.mask(length))
+    sides = [side for states in found if states is not None for side in states]
+    wants_gradients = torch.is_grad_enabled() and any(side.requires_grad for side in sides)
     with torch.no_grad():
         for index, states in enumerate(found):
             if states is not None:
                 paged.update(*(side.detach() for side in states), index)
-        for index, (mine, layer) in enumerate(_pairs(paged, other)):
+        for index, (mine, layer) in enumerate(pairs):
             if found[index] is not None and isinstance(mine, PagedWindowLayer):
-                manager = paged._state.layer_groups.of(index).manager
+                manager = state.layer_groups.of(index).manager
                 manager.first_held = max(manager.first_held, mine.get_seq_length() - layer.keys.shape[2])
     if wants_gradients:
-        paged._state.rows.gradients_from = 0
-    if hasattr(other, "_state"):  # another paged cache
-        paged._state.rows.padding = padding
-        paged._state.rows.ids = other._state.rows.ids.copy()
-        paged._state.rows.owner = other._state.rows.owner
-    for mine, layer in _pairs(paged, other):
-        host = mine if not isinstance(mine, PagedLayer) else getattr(mine, "host_part", None)
-        source = getattr(layer, "host_part", layer)
-        if host is not None:
-            held = ("keys", "values", "is_initialized") if isinstance(mine, PagedLayer) else ()
-            for name in vars(host):
-                if name not in held and hasattr(source, name):
-                    setattr(host, name, copy.deepcopy(getattr(source, name)))
+        state.rows.gradients_from = 0
+    if source is not None:
+        state.rows.padding = padding
+        state.rows.ids = source.rows.ids.copy()
+        state.rows.owner = source.rows.owner
+    for mine, layer in pairs:
+        if not isinstance(mine, PagedLayer):
+            _copy_attributes(list(vars(mine)), layer, mine)
+        elif hasattr(mine, "host_part"):
+            _copy_attributes(_beside(mine), getattr(layer, "host_part", layer), mine.host_part)
 
 
 def to_dynamic(paged: Any, config: PreTrainedConfig) -> DynamicCache:
@@ -94,15 +88,20 @@ def to_dynamic(paged: Any, config: PreTrainedConfig) -> DynamicCache:
             layer.update(keys.clone(), values.clone())
             if isinstance(mine, PagedWindowLayer):
                 layer.cumulative_length = mine.get_seq_length()
-        part = getattr(mine, "host_part", None)
-        for name in vars(part) if part is not None else ():
-            if name not in ("keys", "values", "is_initialized"):
-                setattr(layer, name, copy.deepcopy(getattr(part, name)))
+        if hasattr(mine, "host_part"):
+            _copy_attributes(_beside(mine), mine.host_part, layer)
     return dynamic
 
 
-def _pairs(paged: Any, other: Cache) -> list[tuple[Any, Any]]:
-    return list(zip(paged.layers, other.layers, strict=False))
+def _beside(mine: Any) -> list[str]:
+    """The attributes of what a layer has beside its blocks, but for those that blocks stand for."""
+    return [name for name in vars(mine.host_part) if name not in ("keys", "values", "is_initialized")]
+
+
+def _copy_attributes(names: list[str], source: Any, target: Any) -> None:
+    for name in names:
+        if hasattr(source, name):
+            setattr(target, name, copy.deepcopy(getattr(source, name)))
 
 
 def _states(index: int, mine: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

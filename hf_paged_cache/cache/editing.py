@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.forward.recurrent_state import HostParts
-from hf_paged_cache.forward.state import CacheState
 from hf_paged_cache.host import architectures
 
 from . import convert
 from .arguments import as_count
 from .state_dict import as_state_dict, load
+
+if TYPE_CHECKING:
+    from hf_paged_cache.forward.recurrent_state import HostParts
+    from hf_paged_cache.forward.state import CacheState
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from hf_paged_cache.forward.state import CacheState
-
 from .layer import PagedLayer, PagedWindowLayer
+
+if TYPE_CHECKING:
+    from hf_paged_cache.forward.state import CacheState
 
 
 def _passed_on(name: str) -> property:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -14,13 +14,16 @@ from hf_paged_cache.attention import compiled_step, graph_operator
 from hf_paged_cache.attention.masks import PagedLength, StaticLength
 from hf_paged_cache.attention.view import StoredKV
 from hf_paged_cache.errors import WAYS_TO_CHANGE, CacheMismatchError, PagedCacheError
-from hf_paged_cache.forward.state import CacheState, no_new_tokens
+from hf_paged_cache.forward.step import no_new_tokens
 from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.kernels.autocast import as_attended
-from hf_paged_cache.kernels.call import LayerBlocks
 from hf_paged_cache.store.pool_tensors import NewTokens
 from hf_paged_cache.store.static_group import StaticGroup
+
+if TYPE_CHECKING:
+    from hf_paged_cache.forward.state import CacheState
+    from hf_paged_cache.kernels.call import LayerBlocks
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
@@ -118,7 +121,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             raise
         wants_gradients = key_states.requires_grad or value_states.requires_grad
         if torch.is_grad_enabled() and (wants_gradients or state.rows.gradients_from is not None):
-            return stored.in_graph(*stored.dense())  # below a view the gradient would be lost
+            return stored.in_graph(is_lazy=False)  # below a view the gradient would be lost
         if state.is_attended():
             return stored.views()
         keys, values = stored.dense()  # a compiler around the host's attention (flex) sees nothing in a view
@@ -322,7 +325,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
             self._last_read = weakref.ref(stored)
         if self._state.rows.gradients_from is not None and torch.is_grad_enabled():
-            return stored.in_graph(*stored.views())
+            return stored.in_graph(is_lazy=True)
         return stored.views()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is

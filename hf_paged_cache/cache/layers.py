@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
-from hf_paged_cache.config import LayerSpec, PagedCacheConfig
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
-from hf_paged_cache.forward.state import CacheState
 from hf_paged_cache.host import architectures
 from hf_paged_cache.store.precision import Precision
 
 from .hybrid_layer import PagedHybridLayer, PagedHybridWindowLayer, PagedIndexedLayer
 from .layer import PagedLayer, PagedWindowLayer
+
+if TYPE_CHECKING:
+    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+    from hf_paged_cache.forward.state import CacheState
 
 
 def make_layer(state: CacheState, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:

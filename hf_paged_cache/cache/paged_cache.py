@@ -461,7 +461,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         groups = self._state.groups
         return MemoryFootprint(
             pool_bytes=sum(group.pool_bytes for group in groups),
-            used_bytes=sum(group.used_bytes for group in groups),
+            used_bytes=sum(group.bytes_by_format().total() for group in groups),
             table_bytes=sum(group.table_bytes for group in groups),
             scratch_bytes=dispatch.scratch_bytes(),
             host_bytes=self._hosts.nbytes,

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_paged_cache.blocks import NULL_BLOCK
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.formats import KVFormat, with_keys_in_int8
+from hf_paged_cache.formats import KVFormat, format_name, with_keys_in_int8
 from hf_paged_cache.forward.left_padding import Padding
-from hf_paged_cache.forward.recurrent_state import HostParts
-from hf_paged_cache.forward.state import CacheState
 from hf_paged_cache.forward.weights import Weights
 from hf_paged_cache.host import architectures
 from hf_paged_cache.store import key_guard
-from hf_paged_cache.store.precision import Precision, name_of
+from hf_paged_cache.store.precision import Precision
 from hf_paged_cache.store.saved import (
     VERSION,
     SavedCache,
@@ -43,6 +41,10 @@ from hf_paged_cache.store.saved import (
 )
 
 from .layer import PagedLayer
+
+if TYPE_CHECKING:
+    from hf_paged_cache.forward.recurrent_state import HostParts
+    from hf_paged_cache.forward.state import CacheState
 
 Attributes = dict[str, Any]
 
@@ -134,8 +136,8 @@ def _check_lengths(saved: SavedCache) -> None:
     for index, count in saved.tokens.items():
         layer = claimed.get(index)
         sides = () if layer is None else (layer.keys, layer.values, layer.records)
-        is_empty = not any(bool(side.any()) for side in sides)
-        expect(count > 0 or is_empty, f"{where}[{index}]", "not 0, as there are K and V", count)
+        is_fitting = count > 0 or not any(bool(side.any()) for side in sides)
+        expect(is_fitting, f"{where}[{index}]", "not 0, as there are K and V", count)
         expect(layer is not None or not count, f"{where}[{index}]", "0, as there is no K and V", count)
     expect((batch > 0) is bool(claimed), "state_dict['batch']", "0 just where no layer has K and V", batch)
     ids = saved.input_ids
@@ -182,7 +184,7 @@ def _formats(state: CacheState, saved: SavedCache) -> tuple[int, dict[int, KVFor
             begun = formats.get(index)
             if begun is not None and begun.name != name and key_guard.concerns(begun):
                 formats[index] = with_keys_in_int8(begun)  # as the guard may have stored it since
-        if all(index in formats and name_of(formats[index]) == name for index, name in found.items()):
+        if all(index in formats and format_name(formats[index]) == name for index, name in found.items()):
             return tokens, formats
     raise PagedCacheError(
         f"state_dict does not fit this cache: layers are stored as {found} there and as "

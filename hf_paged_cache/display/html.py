@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from html import escape
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from hf_paged_cache.blocks import KINDS, BlockRun
 
-from .stats import CacheStats, GroupStats, MemoryFootprint
+if TYPE_CHECKING:
+    from .stats import CacheStats, GroupStats, MemoryFootprint
 
 MOST_CELLS = 256
 """Cells that are drawn of all groups together."""

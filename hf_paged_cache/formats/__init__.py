@@ -26,6 +26,7 @@ __all__ = [
     "KVFormat",
     "RecordFormat",
     "blank_beyond",
+    "format_name",
     "kv_format",
     "with_keys_in_int8",
 ]
@@ -66,6 +67,11 @@ def kv_format(name: str, *, group_size: int = DEFAULT_GROUP_SIZE) -> KVFormat | 
         )
     known = FORMATS[name]
     return KVFormat(name, known.keys.with_group_size(group_size), known.values.with_group_size(group_size))
+
+
+def format_name(form: KVFormat | None) -> str:
+    """What `kv_format` takes for a format."""
+    return "auto" if form is None else form.name
 
 
 def with_keys_in_int8(form: KVFormat) -> KVFormat:

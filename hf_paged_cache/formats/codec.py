@@ -27,6 +27,7 @@ class Codec(ABC):
         name: Its name, for messages and kernels.
         kernel_id: Its number in the C++ kernels (`enum Codec` of abi.h); 0 if they do not know it.
         bits: Bits of one code.
+        params_per_token: 1 for a scale, 2 with a zero; of codecs whose tokens have their own.
         is_per_token: Tokens can be encoded one by one. Otherwise all of a block's are needed at once. The
             parameters of a per-token codec are `[kinds, tokens, groups]`, so that a token's have their place.
         is_rotated: What is stored is rotated (see `rotation`).
@@ -35,6 +36,7 @@ class Codec(ABC):
     name: ClassVar[str]
     kernel_id: ClassVar[int] = 0
     bits: ClassVar[int]
+    params_per_token: ClassVar[int] = 1
     is_per_token: ClassVar[bool] = True
     is_rotated: ClassVar[bool] = False
 
@@ -52,13 +54,13 @@ class Codec(ABC):
         if dim < 1:
             raise PagedCacheError(f"a head has at least one channel, got a head dim of {dim}")
 
-    @abstractmethod
     def row_bytes(self, dim: int) -> int:
         """Bytes of the codes of one token."""
+        return -(-dim * self.bits // 8)
 
-    @abstractmethod
     def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
         """Shape of the float16 parameters of so many tokens."""
+        return (self.params_per_token, tokens, 1)
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,6 @@ Largest error: 1/16 of the value itself, and scale / 1024 for those so small tha
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from .codec import Codec
@@ -28,17 +26,9 @@ LARGEST_CODE = 448.0
 class Fp8Token(Codec):
     """float8_e4m3fn, one scale per token; parameters `[1, tokens, 1]`."""
 
-    name: ClassVar[str] = "fp8_token"
-    kernel_id: ClassVar[int] = 2
-    bits: ClassVar[int] = 8
-
-    def row_bytes(self, dim: int) -> int:
-        """A byte a channel."""
-        return dim
-
-    def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
-        """One scale a token."""
-        return (1, tokens, 1)
+    name = "fp8_token"
+    kernel_id = 2
+    bits = 8
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are e4m3, as bytes."""

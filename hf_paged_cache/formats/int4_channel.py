@@ -17,25 +17,19 @@ Largest error: half the channel's scale.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from .codec import Codec
-from .packing import inverse, nibble_bytes, pack_nibbles, scale_and_zero, unpack_nibbles
+from .packing import inverse, pack_nibbles, scale_and_zero, unpack_nibbles
 
 
 class Int4Channel(Codec):
     """Asymmetric, one scale and zero per channel of a block; parameters `[2, dim]`, scales first."""
 
-    name: ClassVar[str] = "int4_channel"
-    kernel_id: ClassVar[int] = 4
-    bits: ClassVar[int] = 4
-    is_per_token: ClassVar[bool] = False
-
-    def row_bytes(self, dim: int) -> int:
-        """Two channels a byte."""
-        return nibble_bytes(dim)
+    name = "int4_channel"
+    kernel_id = 4
+    bits = 4
+    is_per_token = False
 
     def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
         """A scale and a zero a channel."""

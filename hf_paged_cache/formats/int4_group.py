@@ -12,14 +12,13 @@ Largest error: half a group's scale.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
 from hf_paged_cache.errors import PagedCacheError
 
 from .codec import Codec
-from .packing import inverse, nibble_bytes, pack_nibbles, scale_and_zero, unpack_nibbles
+from .packing import inverse, pack_nibbles, scale_and_zero, unpack_nibbles
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Int4Group(Codec):
         group_size: Channels of a group.
     """
 
-    name: ClassVar[str] = "int4_group"
-    kernel_id: ClassVar[int] = 6
-    bits: ClassVar[int] = 4
+    name = "int4_group"
+    kernel_id = 6
+    bits = 4
     group_size: int = 32
 
     def with_group_size(self, group_size: int) -> Int4Group:
@@ -47,10 +46,6 @@ class Int4Group(Codec):
                 f"group_size must divide the head dim, which is {dim}; got {self.group_size}. "
                 f"Some that do: {', '.join(map(str, divisors))}"
             )
-
-    def row_bytes(self, dim: int) -> int:
-        """Two channels a byte."""
-        return nibble_bytes(dim)
 
     def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
         """A scale and a zero a group."""

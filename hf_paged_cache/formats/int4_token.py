@@ -14,30 +14,21 @@ Rotated channels beyond the range of float16 saturate; that takes a vector of no
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from .codec import LARGEST_VALUE, Codec
-from .packing import inverse, nibble_bytes, pack_nibbles, scale_and_zero, unpack_nibbles
+from .packing import inverse, pack_nibbles, scale_and_zero, unpack_nibbles
 from .rotation import part_size, rotate
 
 
 class Int4Token(Codec):
     """Rotated, asymmetric, one scale and zero per token; parameters `[2, tokens, 1]`, scales first."""
 
-    name: ClassVar[str] = "int4_token"
-    kernel_id: ClassVar[int] = 3
-    bits: ClassVar[int] = 4
-    is_rotated: ClassVar[bool] = True
-
-    def row_bytes(self, dim: int) -> int:
-        """Two channels a byte."""
-        return nibble_bytes(dim)
-
-    def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
-        """A scale and a zero a token."""
-        return (2, tokens, 1)
+    name = "int4_token"
+    kernel_id = 3
+    bits = 4
+    params_per_token = 2
+    is_rotated = True
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are `(x - zero) / scale`."""

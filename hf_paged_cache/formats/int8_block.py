@@ -10,8 +10,6 @@ One large value costs all others their precision. Largest error: half a scale.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from .codec import Codec
@@ -21,14 +19,10 @@ from .packing import inverse, scale_and_zero
 class Int8Block(Codec):
     """Asymmetric, one scale and zero per block; parameters `[2]`, the scale first."""
 
-    name: ClassVar[str] = "int8_block"
-    kernel_id: ClassVar[int] = 5
-    bits: ClassVar[int] = 8
-    is_per_token: ClassVar[bool] = False
-
-    def row_bytes(self, dim: int) -> int:
-        """A byte a channel."""
-        return dim
+    name = "int8_block"
+    kernel_id = 5
+    bits = 8
+    is_per_token = False
 
     def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
         """A scale and a zero."""

@@ -13,8 +13,6 @@ Largest error: half a scale in each rotated channel, which is at most sqrt(n) ha
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from .codec import Codec
@@ -25,18 +23,10 @@ from .rotation import part_size, rotate
 class Int8Token(Codec):
     """Rotated, symmetric, one scale per token; parameters `[1, tokens, 1]`."""
 
-    name: ClassVar[str] = "int8_token"
-    kernel_id: ClassVar[int] = 1
-    bits: ClassVar[int] = 8
-    is_rotated: ClassVar[bool] = True
-
-    def row_bytes(self, dim: int) -> int:
-        """A byte a channel."""
-        return dim
-
-    def param_shape(self, tokens: int, dim: int) -> tuple[int, ...]:
-        """One scale a token."""
-        return (1, tokens, 1)
+    name = "int8_token"
+    kernel_id = 1
+    bits = 8
+    is_rotated = True
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are int8, as bytes."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from .codec import Codec
+if TYPE_CHECKING:
+    from .codec import Codec
 
 Side = Literal["keys", "values"]
 _ALIGNMENT = 16
@@ -72,11 +73,6 @@ class RecordFormat:
     v_head_dim: int
 
     @cached_property
-    def key_codes(self) -> int:
-        """Byte where the codes of K begin."""
-        return 0
-
-    @cached_property
     def value_codes(self) -> int:
         """Byte where the codes of V begin."""
         return _aligned(self.block_size * self.format.keys.row_bytes(self.head_dim))
@@ -89,19 +85,20 @@ class RecordFormat:
     @cached_property
     def value_params(self) -> int:
         """Byte where the parameters of V begin."""
-        count = prod(self.format.keys.param_shape(self.block_size, self.head_dim))
-        return self.key_params + _aligned(2 * count)
+        return self.key_params + _aligned(self._param_bytes("keys"))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of a record."""
-        count = prod(self.format.values.param_shape(self.block_size, self.v_head_dim))
-        return self.value_params + _aligned(2 * count)
+        return self.value_params + _aligned(self._param_bytes("values"))
 
     @property
     def bits_per_value(self) -> float:
         """All bytes of a record, spread over the values that it holds."""
         return 8 * self.nbytes / (self.block_size * (self.head_dim + self.v_head_dim))
+
+    def _param_bytes(self, side: Side) -> int:
+        return 2 * prod(self.codec(side).param_shape(self.block_size, self.dim(side)))
 
     def codec(self, side: Side) -> Codec:
         """The codec of K or V."""
@@ -113,30 +110,23 @@ class RecordFormat:
 
     def offsets(self, side: Side) -> tuple[int, int]:
         """Bytes where the codes and the parameters of K or V begin."""
-        return (self.key_codes, self.key_params) if side == "keys" else (self.value_codes, self.value_params)
+        return (0, self.key_params) if side == "keys" else (self.value_codes, self.value_params)
 
     def parts(self, records: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes `[..., block_size, row_bytes]` and parameters of K or V, as views of the records."""
         codec, dim = self.codec(side), self.dim(side)
         codes_at, params_at = self.offsets(side)
-        row, shape = codec.row_bytes(dim), codec.param_shape(self.block_size, dim)
-        codes = records[..., codes_at : codes_at + self.block_size * row]
-        params = records[..., params_at : params_at + 2 * prod(shape)].view(torch.float16)
-        return torch.unflatten(codes, -1, (self.block_size, row)), torch.unflatten(params, -1, shape)
+        shape = (self.block_size, codec.row_bytes(dim))
+        codes = records[..., codes_at : codes_at + prod(shape)]
+        params = records[..., params_at : params_at + self._param_bytes(side)].view(torch.float16)
+        param_shape = codec.param_shape(self.block_size, dim)
+        return torch.unflatten(codes, -1, shape), torch.unflatten(params, -1, param_shape)
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> None:
-        """Fill records with full blocks.
-
-        Args:
-            keys: `[..., block_size, head_dim]`.
-            values: `[..., block_size, v_head_dim]`.
-            records: `[..., nbytes]`, overwritten.
-        """
+        """Fill records with full blocks, K and V of shape `[..., block_size, dim]`."""
         for side, x in _sides(keys, values):
-            codes, params = self.parts(records, side)
-            new_codes, new_params = self.codec(side).encode(x)
-            codes.copy_(new_codes)
-            params.copy_(new_params)
+            for part, new in zip(self.parts(records, side), self.codec(side).encode(x), strict=True):
+                part.copy_(new)
 
     def first_tokens(self, records: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
         """Copies of records in which nothing is left but the first tokens of each.
@@ -159,21 +149,11 @@ class RecordFormat:
     def encode_tokens(
         self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor, first: int
     ) -> None:
-        """Put some tokens into records, of a format that is per token.
-
-        Args:
-            keys: `[..., tokens, head_dim]`.
-            values: `[..., tokens, v_head_dim]`.
-            records: `[..., nbytes]`, changed in place.
-            first: Slot of the first of the tokens.
-        """
+        """Put tokens, `[..., tokens, dim]`, into slots `first, ...` of records whose format is per token."""
         assert self.format.is_per_token, f"{self.format.name} encodes full blocks only"
-        last = first + keys.shape[-2]
         for side, x in _sides(keys, values):
-            codes, params = self.parts(records, side)
-            new_codes, new_params = self.codec(side).encode(x)
-            codes[..., first:last, :] = new_codes
-            params[..., first:last, :] = new_params
+            for part, new in zip(self.parts(records, side), self.codec(side).encode(x), strict=True):
+                part[..., first : first + x.shape[-2], :] = new
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Float32 K `[..., block_size, head_dim]` and V of records; arbitrary in slots never filled."""

@@ -45,13 +45,13 @@ def signs(dim: int) -> tuple[int, ...]:
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate vectors `[..., dim]`; the result is float32 (float64 for float64)."""
-    x = x.to(_dtype(x))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     return _transform(x * _signs_like(x))
 
 
 def unrotate(x: torch.Tensor) -> torch.Tensor:
     """The inverse of `rotate`."""
-    x = x.to(_dtype(x))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     return _transform(x) * _signs_like(x)
 
 
@@ -69,7 +69,3 @@ def _transform(x: torch.Tensor) -> torch.Tensor:
 
 def _signs_like(x: torch.Tensor) -> torch.Tensor:
     return torch.tensor(signs(x.shape[-1]), dtype=x.dtype, device=x.device)
-
-
-def _dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -9,7 +9,7 @@ from hf_paged_cache.errors import CacheMismatchError
 from .ownership import owner_after
 
 if TYPE_CHECKING:
-    from hf_paged_cache.host.frames import Place
+    from hf_paged_cache.host.frames import Frame
     from hf_paged_cache.host.running_forward import ModelCall
 
     from .rows import Rows
@@ -19,8 +19,8 @@ class Caller:
     """The calls that have used a cache last."""
 
     def __init__(self) -> None:
-        self._user: Place | None = None
-        self._root: Place | None = None  # the one whose weights were looked at
+        self._user: Frame | None = None
+        self._root: Frame | None = None  # the one whose weights were looked at
 
     def take(self, call: ModelCall | None, *, is_open: bool) -> None:
         """Let this thread use the cache.
@@ -41,7 +41,7 @@ class Caller:
         user = self._user
         if user is None or user.is_here or not user.is_running():
             return
-        if user.frame is None and not is_open:
+        if not user.is_known and not is_open:
             return  # nobody knows, but no forward is in progress
         raise CacheMismatchError(
             "a forward or `generate` in another thread is using this cache, and one cache serves one thread "
@@ -51,7 +51,7 @@ class Caller:
 
     def is_new(self, call: ModelCall) -> bool:
         """Whether another call of the host has come than the last one; models of others do not tell."""
-        return call.root.frame is None or call.root != self._root
+        return not call.root.is_known or call.root != self._root
 
     def take_weights(self, call: ModelCall, rows: Rows, tokens: int) -> None:
         """Note whose weights compute from now on.

@@ -12,17 +12,17 @@ import torch
 from hf_paged_cache.errors import PagedCacheError, PoolExhausted
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.store import static_group
+from hf_paged_cache.store.holder import Saved
 from hf_paged_cache.store.layer_groups import LayerGroups
 from hf_paged_cache.store.pool_tensors import NewTokens
-from hf_paged_cache.store.store import Saved
 
 from .rows import Rows
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec, PagedCacheConfig
     from hf_paged_cache.kernels.call import LayerBlocks
+    from hf_paged_cache.store.holder import Restore
     from hf_paged_cache.store.layer_group import LayerGroup
-    from hf_paged_cache.store.store import Restore
 
     from .left_padding import Padding
 

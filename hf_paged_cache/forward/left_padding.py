@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hf_paged_cache.errors import CacheMismatchError
-from hf_paged_cache.host.frames import Place
-from hf_paged_cache.host.running_forward import ModelCall
 
 from .positions import Run, discontinuous, joined, next_positions, runs_of
 
 if TYPE_CHECKING:
+    from hf_paged_cache.host.frames import Frame
+    from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.pool_tensors import NewTokens
 
 _HIDDEN = -1e4
@@ -141,7 +141,7 @@ class Padding:
     is_left_out: bool = False
     runs: tuple[tuple[Run, ...], ...] = ()
     end: int = 0
-    root: Place | None = field(default=None, compare=False)
+    root: Frame | None = field(default=None, compare=False)
     is_settled: bool = field(default=False, compare=False)
 
     @property
@@ -275,7 +275,7 @@ class Padding:
     def _check_call(self, forward: Forward) -> None:
         """Look at the mask of a forward that is known from the stack alone."""
         call, mask = forward.call, forward.call.attention_mask
-        if not any(self.unstored) or call.forward.frame is None:
+        if not any(self.unstored) or not call.forward.is_known:
             return
         if call.is_without_mask:
             raise self._unhidden("came without a mask that hides it")

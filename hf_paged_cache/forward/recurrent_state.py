@@ -22,7 +22,7 @@ from .token_ids import UncountedText
 from .undo import Undo
 
 if TYPE_CHECKING:
-    from hf_paged_cache.store.store import Restore
+    from hf_paged_cache.store.holder import Restore
 
     from .state import CacheState
 

@@ -16,25 +16,25 @@ import torch
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, UnstorableValueError
 from hf_paged_cache.host import running_forward
 from hf_paged_cache.kernels import dispatch
-from hf_paged_cache.store.layer_groups import LayerGroups
 
 from .caller import Caller
 from .contents import Contents
 from .equal_rows import EqualRows
 from .left_padding import Forward, NotedMask
 from .rows import Rows
-from .step import Step
-from .undo import Undo
+from .step import Step, no_new_tokens
 from .weights import Weights
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec, PagedCacheConfig
     from hf_paged_cache.host.running_forward import ModelCall
+    from hf_paged_cache.store.layer_groups import LayerGroups
     from hf_paged_cache.store.pool_tensors import NewTokens
     from hf_paged_cache.store.saved import SavedCache
 
     from .contents import ModelTraits, Parts
     from .left_padding import Padding
+    from .undo import Undo
 
 _T = TypeVar("_T")
 
@@ -89,7 +89,7 @@ class CacheState(Contents):
             return None
         self.settle()
         call = running_forward.current()
-        if call.forward.frame is None and write is None:
+        if not call.forward.is_known and write is None:
             return None
         self.check_lost()
         return call
@@ -355,7 +355,7 @@ class CacheState(Contents):
         may_write = owner is None or (isinstance(owner, Weights) and owner.has_buffers)
         if may_write and not self.traits.is_encoder_decoder:
             call = running_forward.current()
-            if call.root.frame is not None:
+            if call.root.is_known:
                 self._take_weights(call, self.rows.end)
 
     def _take_weights(self, call: ModelCall, tokens: int) -> None:
@@ -548,14 +548,6 @@ def check_reading(call: ModelCall, *, is_warm: bool) -> None:
             "generate(use_cache=False) would feed the whole text at every step, on top of what the cache "
             "holds. Leave `use_cache` away, or pass `cache.frozen()` to generate without changing this cache"
         )
-
-
-def no_new_tokens(layer_idx: int, held: int) -> CacheMismatchError:
-    """What to raise where a forward brings no token."""
-    return CacheMismatchError(
-        f"layer {layer_idx}: no new tokens. The cache already holds {held} tokens per row, and the prompt "
-        "has no more than that; pass a longer prompt, `cache.crop(...)` what differs, or `cache.reset()`"
-    )
 
 
 def _unknown_end(step: Step) -> str:

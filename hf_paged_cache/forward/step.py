@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hf_paged_cache.errors import CacheMismatchError
 from hf_paged_cache.host import running_forward
 
 from .undo import Undo
@@ -26,7 +27,7 @@ from .undo import Undo
 if TYPE_CHECKING:
     import torch
 
-    from hf_paged_cache.host.frames import Place
+    from hf_paged_cache.host.frames import Frame
 
     from .left_padding import Padding
 
@@ -48,7 +49,7 @@ class Step:
         ids: `[batch, tokens]` that it was given; None if it shows none.
     """
 
-    forward: Place | None
+    forward: Frame | None
     start: int
     is_read_only: bool = False
     missing: int | None = None
@@ -67,7 +68,7 @@ class Step:
     @property
     def is_of_model(self) -> bool:
         """Whether it is a forward of a model, whose end can be told."""
-        return self.forward is not None and self.forward.frame is not None
+        return self.forward is not None and self.forward.is_known
 
     @property
     def is_over(self) -> bool:
@@ -90,4 +91,12 @@ class Step:
         """
         if self.is_of_model:
             return not self.is_over
-        return running_forward.current().forward.frame is None and (write is None or write not in self.writes)
+        return not running_forward.current().forward.is_known and (write is None or write not in self.writes)
+
+
+def no_new_tokens(layer_idx: int, held: int) -> CacheMismatchError:
+    """What to raise where a forward brings no token."""
+    return CacheMismatchError(
+        f"layer {layer_idx}: no new tokens. The cache already holds {held} tokens per row, and the prompt "
+        "has no more than that; pass a longer prompt, `cache.crop(...)` what differs, or `cache.reset()`"
+    )

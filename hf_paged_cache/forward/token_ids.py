@@ -14,7 +14,7 @@ from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hf_paged_cache.host.frames import Place
+    from hf_paged_cache.host.frames import Frame
     from hf_paged_cache.host.running_forward import ModelCall
 
 _BEGINNING = 16
@@ -181,7 +181,7 @@ class UncountedText:
     def __init__(self) -> None:
         self._ids: torch.Tensor | None = None
         self._count = 0
-        self._root: Place | None = None
+        self._root: Frame | None = None
 
     def check(self, call: ModelCall, *, is_warm: bool, is_counted: bool) -> None:
         """Look at the ids of a forward that begins.

@@ -83,10 +83,9 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
 @cache
 def call_before_continuous_batching(prepare: Callable[[torch.nn.Module], None]) -> None:
-    """Let a function see a model before the host's continuous batching takes it.
+    """Let a function see a model before the host's continuous batching takes it. Again changes nothing.
 
-    That serves the implementations it knows by name, and asks nobody about others. Doing this again changes
-    nothing.
+    That serves the implementations it knows by name, and asks nobody about others.
     """
     manager: Any = ContinuousBatchingManager
     switch = manager.switch_to_cb_friendly_attn

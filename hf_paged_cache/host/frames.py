@@ -36,27 +36,25 @@ def module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-class Place:
+class Frame:
     """A function call of some thread; no reference to its frame, so that nothing is kept alive.
 
     Attributes:
-        thread: Identifier of the thread.
-        frame: Identity of the frame, or None: the thread as a whole. The next call of the same function often
-            gets the same memory, so this alone would not tell them apart.
+        is_known: Whether it is a function call; otherwise it is the thread as a whole.
     """
 
-    __slots__ = ("__weakref__", "_afterwards", "_caller", "_has_returned", "_mark", "frame", "thread")
+    __slots__ = ("_afterwards", "_caller", "_frame_id", "_has_returned", "_mark", "_thread", "is_known")
 
     def __init__(self, frame: FrameType | None) -> None:
-        self.thread = threading.get_ident()
-        self.frame = None if frame is None else id(frame)
+        self.is_known = frame is not None
+        self._thread, self._frame_id = threading.get_ident(), id(frame)
         self._caller = None if frame is None else _position(frame.f_back)
         self._has_returned: bool | None = None
         self._mark: weakref.ref[_Mark] | None = None
         self._afterwards: list[Callable[[], None]] = []
 
     @classmethod
-    def of(cls, frame: FrameType | None) -> Place:
+    def of(cls, frame: FrameType | None) -> Frame:
         """That of a running frame of this thread, always the same one; without a frame, of the thread."""
         if frame is None:
             return cls(None)
@@ -64,28 +62,29 @@ class Place:
         if not isinstance(mark, _Mark):
             # Names that the function does not have stay with its frame, and nobody else sees them.
             mark = frame.f_locals[_MARK] = _Mark(cls(frame))
-        return mark.place
+        return mark.owner
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> Frame:
         """The function that asks."""
         return cls.of(sys._getframe(1))
 
     @property
     def is_here(self) -> bool:
         """Whether it belongs to the thread that asks."""
-        return self.thread == threading.get_ident()
+        return self._thread == threading.get_ident()
 
     def is_running(self) -> bool:
         """Whether the frame is on the stack of its thread; without a frame, whether the thread lives."""
         # The own stack, without the lock that looking at others takes.
-        top = sys._getframe(1) if self.is_here else sys._current_frames().get(self.thread)
-        if self.frame is None:
+        top = sys._getframe(1) if self.is_here else sys._current_frames().get(self._thread)
+        if not self.is_known:
             return top is not None
         for frame in stack(top):
-            if id(frame) == self.frame:
+            if id(frame) == self._frame_id:
+                # The next call of the same function often gets the same memory.
                 mark = frame.f_locals.get(_MARK)
-                return mark is not None and mark.place is self
+                return mark is not None and mark.owner is self
         return False
 
     def has_returned(self) -> bool | None:
@@ -120,12 +119,12 @@ class Place:
 class _Mark:
     """Lies beside the variables of a frame, and goes with them."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        place._mark = weakref.ref(self)
+    def __init__(self, owner: Frame) -> None:
+        self.owner = owner
+        owner._mark = weakref.ref(self)
 
     def __del__(self) -> None:
-        self.place._end(sys._getframe(0).f_back)
+        self.owner._end(sys._getframe(0).f_back)
 
 
 def _position(frame: FrameType | None) -> tuple[int, int] | None:

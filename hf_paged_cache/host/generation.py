@@ -29,9 +29,9 @@ MeetPrompt = Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]
 class CachedLength(int):
     """A cache's length, which looks at what `generate` is about to slice from a prompt.
 
-    `generate` feeds the last `prompt length - cached length` tokens of a prompt. When the cache holds as many
-    tokens as the prompt has, or more, that number is not positive, and as a Python slice it silently picks
-    wrong tokens; and nothing says that the prompt begins with what is cached.
+    `generate` feeds the last `prompt length - cached length` tokens of a prompt. Where that is not positive,
+    as a Python slice it silently picks wrong tokens; and nothing says that the prompt begins with what is
+    cached.
     """
 
     _meet: weakref.WeakMethod[MeetPrompt]
@@ -49,9 +49,6 @@ class CachedLength(int):
         model = frame.f_locals.get("self")
         ids = tensor_in(frame.f_locals, "input_ids")
         return meet(int(other), ids, model if isinstance(model, torch.nn.Module) else None)
-
-    def __hash__(self) -> int:
-        return int.__hash__(self)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)

@@ -2,7 +2,7 @@
 
 A cache is handed K and V layer by layer; nobody tells it when a forward begins or ends, whether it failed,
 or whether the caller asked for `use_cache=False`. The frames of the host's own functions say it all: a
-forward is in progress as long as its frame is on the stack of its thread, and `frames.Place` sees whether it
+forward is in progress as long as its frame is on the stack of its thread, and `frames.Frame` sees whether it
 returned or was left by an exception. Where there are no such frames (a loop that calls `cache.update` itself)
 nothing is known, and the cache goes by the order of the layers.
 
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .frames import Place, module_of, stack
+from .frames import Frame, module_of, stack
 from .generation import is_generate, tensor_in
 
 _PACKAGE = __name__.partition(".")[0]
@@ -52,7 +52,7 @@ class ModelCall:
 
     Attributes:
         forward: The forward of the innermost model of the host, or what was compiled with that forward in it;
-            a place without a frame if there is none.
+            not known if there is none.
         root: The outermost call of the host around it: `generate`, or the forward itself.
         model: Whose forward it is, if that shows and it still lives.
         whole: The outermost model that this forward is part of; where it is none of the host, the outermost
@@ -66,8 +66,8 @@ class ModelCall:
         is_generating: Whether `generate` is behind it.
     """
 
-    forward: Place
-    root: Place
+    forward: Frame
+    root: Frame
     model: weakref.ref[PreTrainedModel] | None
     whole: weakref.ref[torch.nn.Module] | None
     use_cache: bool | None
@@ -107,8 +107,8 @@ def current() -> ModelCall:
     # Falcon takes positions, and with ALiBi has no use for them.
     has_positions = names.get("alibi") is None
     return ModelCall(
-        Place.of(inner),
-        Place.of(root),
+        Frame.of(inner),
+        Frame.of(root),
         weakref.ref(model) if isinstance(model, PreTrainedModel) else None,
         weakref.ref(whole) if isinstance(whole, torch.nn.Module) else None,
         None if inner is None else _use_cache(inner, model, names, given),

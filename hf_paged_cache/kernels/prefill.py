@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import dispatch
-from .call import Attention
-from .torch import torch_kernels
+from .torch import partial_softmax, torch_kernels
 from .torch.masking import accumulate_dtype, additive, all_over, both, causal_visible, read_mask
-from .torch.partial_softmax import Partial, attend, has_flash, split_heads
+from .torch.partial_softmax import Partial, attend, split_heads
 
 if TYPE_CHECKING:
-    from .call import LayerBlocks
+    from .call import Attention, LayerBlocks
 
 CHUNK_TOKENS = 2048
 """Stored tokens that are dense at one time."""
@@ -32,51 +31,31 @@ STRIP_TOKENS = 256
 
 
 def attend_with_history(
-    blocks: LayerBlocks,
-    *,
-    query: torch.Tensor,
-    fresh_keys: torch.Tensor,
-    fresh_values: torch.Tensor,
-    history_start: int,
-    history_end: int,
-    scale: float,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    blocks: LayerBlocks, a: Attention, fresh_keys: torch.Tensor, fresh_values: torch.Tensor
 ) -> torch.Tensor:
-    """Attend the stored tokens `[history_start, history_end)` and the fresh ones.
+    """Attend the stored tokens `[a.start, a.end)`, the history, and the fresh ones of the queries.
 
-    Query i stands at position `history_end + i`. Whether the fresh tokens have been written to blocks already
-    makes no difference: they are never read from there.
+    Query i stands at position `a.end + i`. Whether the fresh tokens have been written to blocks already makes
+    no difference: they are never read from there.
 
     Args:
         blocks: The history. Not changed.
-        query: `[batch, q_heads, q_tokens, head_dim]`.
+        a: The question. Its mask is broadcastable to `[batch, q_heads, q_tokens, history + q_tokens]`,
+            history first; fresh tokens before a row begins need not be hidden by it.
         fresh_keys: `[batch, kv_heads, q_tokens, head_dim]`, in the query's dtype.
         fresh_values: `[batch, kv_heads, q_tokens, v_head_dim]`.
-        history_start: First stored token attended.
-        history_end: One past the last; equal to `history_start` if there is no history.
-        scale: Factor on q·k.
-        mask: None, or broadcastable to `[batch, q_heads, q_tokens, history + q_tokens]`, history first:
-            boolean (True = attend) or additive. Fresh tokens before a row begins need not be hidden by it.
-        is_causal: Query i sees the fresh tokens up to its own. Independent of `mask`; both apply.
-        window: None, or query at position p sees only positions > p - window.
-        softcap: None, or c: score = c * tanh(score / c).
-        sinks: None, or `[q_heads]`: a logit per head in the denominator only.
 
     Returns:
         `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
         nothing.
     """
-    history = history_end - history_start
-    read = read_mask(query, mask, history + query.shape[2])
+    history, q_tokens = a.end - a.start, a.query.shape[2]
+    read = read_mask(a.query, a.mask, history + q_tokens)
     (old_visible, new_visible), (old_bias, new_bias) = (
         (None, None) if x is None else (x[..., :history], x[..., history:]) for x in (read.visible, read.bias)
     )
     if blocks.offsets is not None:
-        columns = torch.arange(history_end, history_end + query.shape[2], device=query.device)
+        columns = torch.arange(a.end, a.end + q_tokens, device=a.query.device)
         begun = columns >= blocks.offsets[:, None]
         if not (begun.is_cpu and begun.all()):
             new_visible = both(new_visible, begun[:, None, None])
@@ -84,16 +63,12 @@ def attend_with_history(
     attend_fresh, attend_history = (
         (_attend_fresh, _attend_history) if own is None else (own.attend_fresh, own.attend_history)
     )
-    a = Attention(
-        *(read.query.contiguous() if own is None else read.query, history_start, history_end, scale),
-        window=window,
-        softcap=softcap,
-        queries_are_last=False,
-    )
-    partial = attend_fresh(a, fresh_keys, fresh_values, new_visible, new_bias, is_causal)
+    query = read.query.contiguous() if own is None else read.query
+    bare = replace(a, query=query, mask=None, causal=False, sinks=None, queries_are_last=False)
+    partial = attend_fresh(bare, fresh_keys, fresh_values, new_visible, new_bias, a.causal)
     if history:
-        partial = attend_history(blocks, a, old_visible, old_bias).merge(partial)
-    return torch_kernels.with_sinks(partial, sinks, read.taken).tokens_first(query.dtype)
+        partial = attend_history(blocks, bare, old_visible, old_bias).merge(partial)
+    return torch_kernels.with_sinks(partial, a.sinks, read.taken).tokens_first(a.query.dtype)
 
 
 def _attend_history(
@@ -108,7 +83,7 @@ def _attend_history(
         assert lse is not None, "it was asked for"
         return Partial(split_heads(out.transpose(1, 2), kv_heads), split_heads(lse, kv_heads))
     chunk_tokens = CHUNK_TOKENS
-    if not has_flash(a.query, a.softcap):
+    if not partial_softmax.has_flash(a.query, a.softcap):
         # Below 256 tokens, merging chunks would cost as much as attending them.
         chunk_tokens = min(chunk_tokens, max(256, torch_kernels.scored_tokens(a)))
     query = split_heads(a.query, kv_heads)
@@ -174,7 +149,7 @@ def _window_of(x: torch.Tensor | None, start: int, end: int, first: int, last: i
 
 def _strips(a: Attention) -> Iterator[tuple[int, int]]:
     q_tokens, step = a.query.shape[2], STRIP_TOKENS
-    if not has_flash(a.query, a.softcap):
+    if not partial_softmax.has_flash(a.query, a.softcap):
         step = max(16, min(step, torch_kernels.scored_tokens(a)))
     for start in range(0, q_tokens, step):
         yield start, min(start + step, q_tokens)

@@ -33,11 +33,6 @@ class Capacity:
     a pool begins with the length at which the call in progress stops, or with the prompt and a small reserve,
     and grows.
 
-    Args:
-        config: Settings.
-        specs: Layer index -> what the config says of that layer.
-        max_positions: Longest sequence the model was made for, if its config says.
-
     Attributes:
         is_asked_for: The settings say how many tokens there are to be.
     """
@@ -72,7 +67,7 @@ class Capacity:
             shape: Of one layer; the others are taken to have as many heads and channels.
             precision: How layers are stored.
             keep_history: Windows keep what they would drop.
-            is_static: Windows drop nothing at all.
+            is_static: They drop nothing at all.
         """
         windows = dict.fromkeys(spec.window for spec in self._specs.values())
         length = self._expected_tokens(new_tokens, shape.device)
@@ -117,13 +112,7 @@ class Capacity:
         return max(generation.generated_length() or tokens + _RESERVE_TOKENS, tokens)
 
     def grown_blocks(self, store: WindowStore, missing: int, at_least: int) -> int:
-        """What a store grows to that lacks so many blocks; it may be too few.
-
-        Args:
-            store: Of rows of all its holders.
-            missing: Blocks that are wanted now.
-            at_least: Blocks that it may have in any case.
-        """
+        """What a store grows to that lacks so many blocks; it may have `at_least` so many in any case."""
         rows = store.num_rows
         wanted = max(self._enough_blocks(store, rows), store.num_blocks + missing)
         return min(wanted, max(self._ceiling_blocks(store, rows), at_least))

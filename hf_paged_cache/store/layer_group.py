@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Self
 
 import torch
 
-from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks
+from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, Moves
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.formats import KVFormat, blank_beyond, with_keys_in_int8
+from hf_paged_cache.formats import KVFormat, format_name, with_keys_in_int8
 from hf_paged_cache.kernels.call import LayerBlocks
 
 from . import key_guard
 from .device.fault_flags import Faults
 from .device.tables import DeviceTables
+from .holder import Holder, Saved
 from .pool_tensors import LayerPool, PoolShape, split_pairs
-from .precision import Precision, name_of
 from .saved import SavedGroup, SavedLayer
-from .store import Saved
-from .window_store import Holder
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import KeyErrorGuard, LayerSpec
 
+    from .precision import Precision
     from .window_store import WindowStore
 
 
@@ -41,14 +40,12 @@ class LayerGroup:
     Args:
         specs: Layer index -> what the config says of that layer.
         store: Whose blocks it takes; other caches may take of them too.
+        precision: How layers are stored.
         row_blocks: Blocks of the longest row that is expected; tables are made that wide.
-        precision: How layers are stored; None as they come.
         guard: What is done where the K of a layer are unfit for 4 bits.
 
     Attributes:
         window: Tokens a query sees, itself included, or None for all.
-        specs: The same.
-        store: The same.
         formats: Layer index -> how it is stored, None for the model's dtype.
         manager: Which block belongs to which row; integers only.
         dense: Which blocks of quantized layers are in the model's dtype; false if none ever is.
@@ -63,21 +60,20 @@ class LayerGroup:
         self,
         specs: dict[int, LayerSpec],
         store: WindowStore,
+        precision: Precision,
         *,
         row_blocks: int,
-        precision: Precision | None = None,
         guard: KeyErrorGuard = "off",
     ) -> None:
         self.window = store.window
         self.specs = specs
         self.store = store
-        precision = precision or Precision(dict.fromkeys(specs))
         self.formats = {index: precision.formats[index] for index in specs}
         self.manager = BlockManager(store.num_blocks, store.block_size, store.window, pool=store.blocks)
         self.dense = DenseBlocks(0, 0)
         if any(self.formats.values()):
-            sizes = precision.sink_blocks(store.block_size), precision.residual_blocks(store.block_size)
-            self.dense = DenseBlocks(*sizes)
+            size = store.block_size
+            self.dense = DenseBlocks(precision.sink_blocks(size), precision.residual_blocks(size))
         self._guard = guard
         self._unguarded = {i for i in specs if guard != "off" and key_guard.concerns(self.formats[i])}
         self.pools: list[LayerPool] = []
@@ -94,11 +90,6 @@ class LayerGroup:
         return self.manager.block_size
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of each pool."""
-        return self.store.num_blocks
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of every row."""
         return self.manager.num_tokens
@@ -108,13 +99,8 @@ class LayerGroup:
         """Bytes of all pools, those that are shared with other caches included."""
         return self.store.nbytes + sum(pool.slot_bytes for pool in self.pools)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the blocks that hold tokens now."""
-        return self.bytes_by_format().total()
-
     def bytes_by_format(self) -> Counter[str]:
-        """The same by format; what is in the model's dtype is under `auto`."""
+        """Format -> bytes of the blocks that hold tokens; `auto` is the model's dtype."""
         blocks, slots = self.store.blocks.num_referenced, len(self.dense.live_slots(self.manager))
         total: Counter[str] = Counter()
         for pool in self.pools:
@@ -126,18 +112,10 @@ class LayerGroup:
         """Bytes of the block tables and lengths that kernels read."""
         return self._tables.nbytes
 
-    def blocks_of(self, layer_idx: int) -> LayerBlocks:
-        """Where the K and V of a layer lie that has claimed its place."""
-        return self._layers[layer_idx][2]
-
     @property
-    def claimed(self) -> list[int]:
-        """The layers that have their places."""
-        return list(self._layers)
-
-    def has_gap(self, start: int) -> bool:
-        """Whether a token from `start` on is not stored, as of a prompt longer than the window."""
-        return self.manager.has_gap(start)
+    def blocks(self) -> dict[int, LayerBlocks]:
+        """Layer index -> where its K and V lie, of layers that have claimed their places."""
+        return {layer_idx: blocks for layer_idx, (_, _, blocks) in self._layers.items()}
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
@@ -147,7 +125,9 @@ class LayerGroup:
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
         self.store.streams.enter(shape.device, takes_blocks=True)
-        return self._add_layer(layer_idx, *self._place(layer_idx, shape, self._expected_layers(layer_idx)))
+        hint, left = (self.specs[layer_idx], self.formats[layer_idx]), self.specs.keys() - self._layers.keys()
+        expected = sum((self.specs[index], self.formats[index]) == hint for index in left)
+        return self._add_layer(layer_idx, *self._place(layer_idx, shape, expected))
 
     # --- rows -----------------------------------------------------------------------------------------------
 
@@ -157,7 +137,8 @@ class LayerGroup:
         self._tables.tokens = 0
         for faults in self._faults.values():  # of rows before; here, where there are none to go back to
             faults.reset()
-        self._provide_slots(batch)
+        self.dense.provide_rows(batch)
+        self._grow_slots()
         self.sync_tables()
 
     def reset(self) -> None:
@@ -187,34 +168,21 @@ class LayerGroup:
     def reserve(
         self, new_tokens: int, changed: list[int], *, keep_history: bool, padding: Sequence[int] = ()
     ) -> None:
-        """Make room for new tokens of every row, after `let_go`; the caller has seen that there is room.
-
-        Args:
-            new_tokens: Of every row.
-            changed: What `let_go` has returned.
-            keep_history: Windows keep what they would drop.
-            padding: Of every row, leading tokens that need not be stored; empty if there are no more.
-        """
+        """Make room for new tokens, after `let_go` (which tells what has changed); there is room."""
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding_tokens=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed = [*changed, reservation.changed_from]
         self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
-        moves = None
-        if self.dense:
-            moves = self.dense.follow(self.manager, reservation)
-            changed += moves.columns
-            self._grow_slots()
+        moves = self.dense.follow(self.manager, reservation) if self.dense else Moves([], [], [])
+        changed += moves.columns
+        self._grow_slots()
         for pool in self.pools:
-            if moves is not None and pool.layout is not None and (moves.copied or moves.unsealed):
+            if pool.layout is not None and (moves.copied or moves.unsealed):
                 pool.follow(moves)
             elif reservation.copies:
                 pool.copy_blocks(*split_pairs(reservation.copies))
         self.sync_tables(min(changed))
         self._tables.set_length(reservation.end)
-
-    def check_crop(self, num_tokens: int) -> None:
-        """Raise what `crop` would raise; changes nothing."""
-        self.manager.check_crop(num_tokens)
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
@@ -231,7 +199,8 @@ class LayerGroup:
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference."""
         self.manager.reorder(row_indices)
-        self._provide_slots(self.manager.batch)
+        self.dense.provide_rows(self.manager.batch)
+        self._grow_slots()
         self.sync_tables()
 
     # --- quantized layers -----------------------------------------------------------------------------------
@@ -250,7 +219,7 @@ class LayerGroup:
             return
         slots, ids = split_pairs(full)
         for layer_idx in sorted(self._unguarded & self._layers.keys()):
-            keys = self.blocks_of(layer_idx).keys
+            keys = self._layers[layer_idx][2].keys
             self._judge(layer_idx, keys[torch.tensor(slots, device=keys.device)])
         self._enter_streams(takes_blocks=False)
         for pool in self.pools:
@@ -304,15 +273,17 @@ class LayerGroup:
 
     # --- sizes of pools -------------------------------------------------------------------------------------
 
-    @property
-    def can_grow(self) -> bool:
-        """Whether no other cache is writing where its layers were bound."""
-        return self.store.can_move(self.holder)
+    def grow(self, num_blocks: int) -> bool:
+        """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none.
 
-    def grow(self, num_blocks: int) -> None:
-        """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none."""
+        Returns:
+            False if another cache is writing where its layers were bound: nothing has changed.
+        """
+        if not self.store.can_move(self.holder):
+            return False
         self.store.grow(num_blocks)
         self.bind_again()
+        return True
 
     def shrink(self, num_blocks: int) -> None:
         """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
@@ -338,8 +309,7 @@ class LayerGroup:
     def export(self, tokens: Mapping[int, int]) -> SavedGroup:
         """All that it holds, in tensors of their own, and nothing of what else lies in its blocks.
 
-        Args:
-            tokens: Layer index -> tokens of every row that this layer has.
+        Of every layer as many `tokens` of every row as it has.
         """
         numbers = {block_id: number for number, block_id in enumerate(self._tokens_in_blocks(0))}
         slots, tables = self.dense.slots_by_id(self.manager), self.manager.tables
@@ -354,28 +324,20 @@ class LayerGroup:
         )
 
     def _export_layer(self, layer_idx: int, tokens: int, slots: Mapping[int, int]) -> SavedLayer:
-        pool, _, blocks = self._layers[layer_idx]
-        held, device = self._tokens_in_blocks(tokens), blocks.keys.device
-
-        def index(numbers: Iterable[int]) -> torch.Tensor:
-            return torch.tensor([*numbers], dtype=torch.long, device=device)
-
-        places = {block_id: block_id for block_id in held} if pool.layout is None else slots
-        where, counts = index(places.values()), index(held[block_id] for block_id in places)
-        keys, values = (blank_beyond(side[where], counts) for side in (blocks.keys, blocks.values))
-        records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=device)
-        if pool.layout is not None and blocks.records is not None:
-            encoded = [block_id for block_id in held if block_id not in slots]
-            counts = index(held[block_id] for block_id in encoded)
-            records = pool.layout.first_tokens(blocks.records[index(encoded)], counts)
-        return SavedLayer(name_of(self.formats[layer_idx]), keys, values, records)
+        pool, place, _ = self._layers[layer_idx]
+        held = self._tokens_in_blocks(tokens)
+        if pool.slots is None:
+            keys, values = pool.tensors.export(place, held)
+            records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=keys.device)
+        else:
+            keys, values = pool.slots.export(place, {slot: held[i] for i, slot in slots.items()})
+            (records,) = pool.tensors.export(place, {i: n for i, n in held.items() if i not in slots})
+        return SavedLayer(format_name(self.formats[layer_idx]), keys, values, records)
 
     def import_(self, saved: SavedGroup, length: int) -> None:
-        """Fill rows that have just begun with what `export` has taken; they hold nothing, and there is room.
+        """Fill rows that have just begun with what `export` has taken of rows of that length.
 
-        Args:
-            saved: Checked.
-            length: Tokens of every row.
+        It was checked; the rows hold nothing, and there is room.
         """
         for layer_idx, layer in saved.layers.items():
             kv_format = self.formats[layer_idx]
@@ -389,12 +351,13 @@ class LayerGroup:
         slots = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
         self._grow_slots()
         for layer_idx, layer in saved.layers.items():
-            blocks = self.blocks_of(layer_idx)
-            places = list(ids.values()) if blocks.records is None else slots
-            _put(blocks.keys, layer.keys, places)
-            _put(blocks.values, layer.values, places)
-            if blocks.records is not None:
-                _put(blocks.records, layer.records, [ids[number] for number in saved.encoded])
+            pool, place, _ = self._layers[layer_idx]
+            if pool.slots is None:
+                pool.tensors.import_(place, [*ids.values()], (layer.keys, layer.values))
+            else:
+                pool.slots.import_(place, slots, (layer.keys, layer.values))
+                encoded = [ids[number] for number in saved.encoded]
+                pool.tensors.import_(place, encoded, (layer.records,))
         self.sync_tables()
         self._tables.set_length(length)
 
@@ -432,12 +395,9 @@ class LayerGroup:
         copied.formats, copied._unguarded = dict(self.formats), {*self._unguarded}
         copied._faults = {device: faults.copy() for device, faults in self._faults.items()}
         tensors = [pool.tensors for pool in self.pools]
-        if store is None:
-            copied.manager = self.manager.fork()
-        else:
+        copied.manager = self.manager.fork(None if store is None else store.blocks)
+        if store is not None:
             copied.store = store
-            copied.manager = BlockManager(store.num_blocks, self.block_size, self.window, pool=store.blocks)
-            copied.manager.restore(self.manager.save())
             for pool in self.pools:
                 kept = slots if pool.layout is not None else {}
                 used = {i: tokens for i, tokens in held.items() if tokens and i not in kept}
@@ -452,8 +412,6 @@ class LayerGroup:
             copied._add_layer(layer_idx, copied.pools[self.pools.index(pool)], place)
         copied._store_version = copied.store.version
         copied.store.join(copied.holder)
-        if store is not None:
-            store.rebuild()
         return copied
 
     # --- tables and pointers --------------------------------------------------------------------------------
@@ -492,7 +450,7 @@ class LayerGroup:
         blocks.form = pool.layout
         if pool.layout is not None and device.type != "cpu":
             if device not in self._faults:
-                self._faults[device] = Faults(device, [i for i, form in self.formats.items() if form])
+                self._faults[device] = Faults(device, [i for i, each in self.formats.items() if each])
             blocks.fault = self._faults[device].of(layer_idx)
 
     def _enter_streams(self, *, takes_blocks: bool) -> None:
@@ -501,7 +459,7 @@ class LayerGroup:
             self.store.streams.enter(device, takes_blocks=takes_blocks)
 
     def _place(self, layer_idx: int, shape: PoolShape, num_layers: int) -> tuple[LayerPool, int]:
-        """The pool of a layer and its place there, in tensors for so many layers if some have to be made."""
+        """The pool of a layer and its place there; if tensors have to be made, for so many layers."""
         tensors, place = self.store.claim(layer_idx, shape, num_layers)
         pool = next((pool for pool in self.pools if pool.tensors is tensors), None)
         if pool is None:
@@ -511,15 +469,6 @@ class LayerGroup:
 
     def _num_layers_in(self, pool: LayerPool) -> int:
         return sum(held is pool for held, _, _ in self._layers.values())
-
-    def _expected_layers(self, layer_idx: int) -> int:
-        hint = self.specs[layer_idx], self.formats[layer_idx]
-        alike = [index for index, spec in self.specs.items() if (spec, self.formats[index]) == hint]
-        return sum(1 for index in alike if index not in self._layers)
-
-    def _provide_slots(self, batch: int) -> None:
-        self.dense.provide_rows(batch)
-        self._grow_slots()
 
     def _grow_slots(self) -> None:
         """Make the pools as large as the slots that were given out."""
@@ -539,8 +488,3 @@ class LayerGroup:
             for column, block_id in enumerate(table.ids)
             if block_id != NULL_BLOCK
         }
-
-
-def _put(target: torch.Tensor, contents: torch.Tensor, places: Sequence[int]) -> None:
-    with torch.no_grad():
-        target[torch.tensor(places, dtype=torch.long, device=target.device)] = contents.to(target.device)

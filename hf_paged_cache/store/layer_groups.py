@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hf_paged_cache.errors import PoolExhausted
+from hf_paged_cache.formats import format_name
 
 from .capacity import Capacity
+from .holder import Saved
 from .layer_group import LayerGroup
 from .pool_tensors import NewTokens, PoolShape
-from .precision import Precision, name_of
-from .static_group import StaticGroup
-from .store import Saved, Store
+from .precision import Precision
+from .store import Store
+from .window_store import WindowStore
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +24,9 @@ if TYPE_CHECKING:
     from hf_paged_cache.config import LayerSpec, PagedCacheConfig
     from hf_paged_cache.kernels.call import LayerBlocks
 
+    from .holder import RunningStep
     from .saved import SavedCache
-    from .window_store import RunningStep
+    from .static_group import StaticGroup
 
 
 class LayerGroups:
@@ -62,7 +65,7 @@ class LayerGroups:
     @property
     def static(self) -> list[StaticGroup]:
         """Those whose rows have all their blocks."""
-        return [group for group in self.all if isinstance(group, StaticGroup)]
+        return cast("list[StaticGroup]", self.all) if self.is_static else []
 
     @property
     def row_capacity_tokens(self) -> int:
@@ -78,12 +81,12 @@ class LayerGroups:
         formats = dict(self.precision.formats)
         for group in self.all:
             formats.update(group.formats)
-        return {index: name_of(each) for index, each in formats.items()}
+        return {index: format_name(each) for index, each in formats.items()}
 
     def moved_layers(self) -> dict[int, str]:
         """Layer index -> name of the format it was to have, of layers that the guard gave another."""
         now = self.layer_dtypes()
-        asked = {index: name_of(each) for index, each in self.precision.formats.items()}
+        asked = {index: format_name(each) for index, each in self.precision.formats.items()}
         return {index: name for index, name in asked.items() if name != now[index]}
 
     def bytes_by_format(self) -> dict[str, int]:
@@ -121,10 +124,9 @@ class LayerGroups:
         )
         if self.is_static:
             self._fit_static_rows(batch, new_tokens, capacity)
-        elif any(group.num_blocks < capacity[window] for window, group in self._by_window.items()):
+        elif any(group.store.num_blocks < capacity[window] for window, group in self._by_window.items()):
             for group in self.all:
-                if group.can_grow:
-                    group.grow(max(group.num_blocks, capacity[group.window]))
+                group.grow(max(group.store.num_blocks, capacity[group.window]))
         for window in () if self._by_window else tuple(capacity):
             self._by_window[window] = self._new_group(window, capacity[window], batch)
         for group in self.all:
@@ -171,12 +173,15 @@ class LayerGroups:
             QuantizationError: The guard found K of a layer unfit for its format. Nothing changed.
             UnstorableValueError: An earlier step gave a quantized layer on a GPU what cannot be stored.
         """
+        if self.is_static:
+            if start + new_tokens > self.row_capacity_tokens:
+                raise self.no_static_room(start + new_tokens, self.row_capacity_tokens, batch)
+            let_go()
+            for row_group in self.static:
+                row_group.lengthen(new_tokens)
+            return
         for group in self.all:
             group.check_faults()
-            if isinstance(group, StaticGroup):
-                if start + new_tokens > group.capacity_tokens:
-                    raise self.no_static_room(start + new_tokens, group.capacity_tokens, batch)
-                continue
             if new_tokens == 1 and not keep_history:
                 self._give_back_chunk(group)
             group.store.collect()  # first: a block that only a dropped cache shares need not be copied
@@ -205,8 +210,8 @@ class LayerGroups:
         shared = f", which {caches} caches share" if caches > 1 else ""
         raise PoolExhausted(
             f"{new_tokens} new tokens for {batch} rows need {needed} blocks of {size} tokens, and {free} of "
-            f"{group.num_blocks} are free{shared}; nothing was written. Ways out: a larger "
-            f"`PagedCache(..., max_tokens=...)` (now {group.num_blocks * size} tokens over all rows), "
+            f"{group.store.num_blocks} are free{shared}; nothing was written. Ways out: a larger "
+            f"`PagedCache(..., max_tokens=...)` (now {group.store.num_blocks * size} tokens over all rows), "
             "`cache.crop(...)`, `cache.reset()`, or a smaller batch",
             needed_blocks=needed,
             free_blocks=free,
@@ -218,7 +223,7 @@ class LayerGroups:
         if group.window is None:
             return
         num_blocks = group.manager.batch * self._capacity.window_blocks(group.window)
-        if num_blocks >= group.num_blocks:
+        if num_blocks >= group.store.num_blocks:
             return
         group.store.collect()
         # As the reservation of the next token would, which comes after this.
@@ -227,22 +232,13 @@ class LayerGroups:
             group.shrink(num_blocks)
 
     def _provide(self, group: LayerGroup, needed: int, at_least: int = 0) -> bool:
-        """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot.
-
-        Args:
-            group: The group.
-            needed: Blocks.
-            at_least: Blocks that it may have in any case.
-        """
+        """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot."""
         group.store.collect()
         missing = needed - group.store.num_available
         if missing <= 0:
             return True
         grown = self._capacity.grown_blocks(group.store, missing, at_least)
-        if grown - group.num_blocks < missing or not group.can_grow:
-            return False
-        group.grow(grown)
-        return True
+        return grown - group.store.num_blocks >= missing and group.grow(grown)
 
     def set_step(self, step: RunningStep | None) -> None:
         """Note the step in progress: as long as its forward runs, tensors have to stay where they are."""
@@ -260,12 +256,12 @@ class LayerGroups:
 
     def check_crop(self, num_tokens: int) -> None:
         """Raise a ValueError if rows cannot be cut to so many tokens; changes nothing."""
-        for group in self.all if num_tokens > 0 else ():
-            group.check_crop(num_tokens)
+        for group in self.all if num_tokens > 0 and not self.is_static else ():
+            group.manager.check_crop(num_tokens)
 
     def release_outside_window(self) -> None:
         """Give back what was only kept for a roll-back."""
-        for group in self.all:
+        for group in () if self.is_static else self.all:
             group.release_outside_window()
 
     def reorder(self, row_indices: Sequence[int]) -> None:
@@ -294,25 +290,19 @@ class LayerGroups:
     # --- copies and saved contents --------------------------------------------------------------------------
 
     def fork(self, store: Store | None = None) -> LayerGroups:
-        """The same rows for another cache, by sharing their blocks.
-
-        Args:
-            store: An empty one, if the blocks are to be copied there instead.
-        """
+        """The same rows for another cache, by sharing their blocks, or by copying them to an empty store."""
         copied = copy.copy(self)
         copied._by_window, copied.blocks = {}, {}
         if store is not None:
             copied.store = store
         for window, group in self._by_window.items():
-            own = (
-                store.of(window, group.num_blocks, group.block_size, grows=group.store.grows)
-                if store
-                else None
-            )
+            own = None
+            if store is not None:
+                own = store.by_window[window] = group.store.like()
             fork = copied._by_window[window] = group.fork(own)
-            if store is None:
+            if own is None:
                 self._prepare_to_share(fork)
-            copied.blocks.update({index: fork.blocks_of(index) for index in fork.claimed})
+            copied.blocks |= fork.blocks
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroups:
@@ -327,9 +317,9 @@ class LayerGroups:
         On a GPU that is put off until it is needed, except for windows, whose pools are small.
         """
         is_cpu = all(pool.shape.device.type == "cpu" for pool in group.pools)
-        if group.pools and group.can_grow and (is_cpu or group.window is not None):
+        if group.pools and (is_cpu or group.window is not None):
             num_blocks = self._capacity.shared_blocks(group.store)
-            if num_blocks > group.num_blocks:
+            if num_blocks > group.store.num_blocks:
                 group.grow(num_blocks)
 
     def beside(self, saved: SavedCache | None = None, first_tokens: int = 0) -> LayerGroups:
@@ -353,7 +343,7 @@ class LayerGroups:
             group.store.collect()
         if any(group.store.num_available < needed[group.window] for group in self.all):
             beside.store = Store()
-        beside._fill(saved, first_tokens, {group.window: group.num_blocks for group in self.all})
+        beside._fill(saved, first_tokens, {group.window: group.store.num_blocks for group in self.all})
         return beside
 
     def _fill(self, saved: SavedCache, first_tokens: int, before: dict[int | None, int]) -> None:
@@ -374,7 +364,7 @@ class LayerGroups:
                     block_size=group.block_size,
                 )
             group.import_(part, saved.length)
-            self.blocks.update({index: group.blocks_of(index) for index in group.claimed})
+            self.blocks |= group.blocks
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
@@ -399,21 +389,25 @@ class LayerGroups:
         specs = {index: spec for index, spec in self.specs.items() if spec.window == window}
         size = self._config.block_size_of(window)
         grows = window is None and not self._capacity.is_asked_for and not self.is_static
-        store = self.store.of(window, num_blocks, size, grows=grows)
+        if window not in self.store.by_window:
+            self.store.by_window[window] = WindowStore(window, num_blocks, size, grows=grows)
+        store = self.store.by_window[window]
         if self.is_static:
-            return StaticGroup(specs, store, row_blocks=num_blocks // batch)
+            from .static_group import StaticGroup  # with all that only compiled steps need
+
+            return StaticGroup(specs, store, self.precision, row_blocks=num_blocks // batch)
         return LayerGroup(
             specs,
             store,
+            self.precision,
             row_blocks=self._capacity.row_blocks(size),
-            precision=self.precision,
             guard=self._config.key_error_guard,
         )
 
     def _fit_static_rows(self, batch: int, new_tokens: int, capacity: dict[int | None, int]) -> None:
         """Share the pools out evenly over the rows, in the groups that there are."""
         for group in self.all:  # what they have counts as free memory no more
-            capacity[group.window] = max(capacity[group.window], group.num_blocks)
+            capacity[group.window] = max(capacity[group.window], group.store.num_blocks)
         sizes = {window: self._config.block_size_of(window) for window in capacity}
         row_tokens = min(blocks // batch * sizes[window] for window, blocks in capacity.items())
         if new_tokens > row_tokens:

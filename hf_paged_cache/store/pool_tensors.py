@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_paged_cache.formats import blank_beyond
+from hf_paged_cache.formats.record import blank_beyond
 from hf_paged_cache.kernels import dispatch
 
 from .device.memory import allocate
@@ -137,7 +137,7 @@ class PoolTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of K and V, or records."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
@@ -179,24 +179,32 @@ class PoolTensors:
             for block_id, tokens in used.items():
                 content = old[block_id]
                 if tokens < self.block_size:
-                    content = self.first_tokens(content[None], torch.tensor([tokens], device=old.device))[0]
+                    content = self._first_tokens(content[None], self._indices([tokens]))[0]
                 new[moved.get(block_id, block_id)] = content
         return copied
 
-    def first_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Copies of what lies in blocks, in which nothing is left but the first tokens `[blocks]` of each."""
-        return (
-            blank_beyond(blocks, tokens) if self.layout is None else self.layout.first_tokens(blocks, tokens)
-        )
+    def export(self, place: int, tokens: Mapping[int, int]) -> list[torch.Tensor]:
+        """What one layer has in blocks, given as id -> first tokens of it: `[blocks, kv_heads, ...]`."""
+        ids, counts = (self._indices([*each]) for each in (tokens.keys(), tokens.values()))
+        return [self._first_tokens(tensor[ids, place], counts) for tensor in self.tensors]
+
+    def import_(self, place: int, ids: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
+        """Put what `export` has taken of a layer into blocks."""
+        with torch.no_grad():
+            for tensor, content in zip(self.tensors, contents, strict=True):
+                tensor[self._indices(ids), place] = content.to(tensor.device)
+
+    def _indices(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.shape.device)
+
+    def _first_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Copies of blocks in which nothing is left but the first tokens `[blocks]` of each."""
+        if self.layout is None:
+            return blank_beyond(blocks, tokens)
+        return self.layout.first_tokens(blocks, tokens)
 
     def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Held:
-        """What `held` is to be for so many blocks: in the memory where they lie, otherwise copied.
-
-        Args:
-            num_blocks: Not less than now, unless no block has a higher id or those that have are moved.
-            used: Ids of blocks whose content stays.
-            moved: Id -> another one that it will have.
-        """
+        """What `held` is for so many blocks: in the memory where they lie, otherwise copied (see `copy`)."""
         tensors = self._in_place(num_blocks) if num_blocks > self.num_blocks else None
         if tensors is not None:
             return tensors, self.held[1]
@@ -268,13 +276,7 @@ class LayerPool:
         return 0 if self.slots is None else self.slots.nbytes
 
     def bytes_by_format(self, layers: int, blocks: int, slots: int) -> dict[str, int]:
-        """Format -> bytes that layers use of so many blocks; `auto` is the model's dtype.
-
-        Args:
-            layers: How many of this cache live here.
-            blocks: That hold tokens.
-            slots: How many of them quantized layers keep in slots.
-        """
+        """Format -> bytes that so many layers use of so many blocks, those in slots included."""
         size = self.tensors.block_size
         if self.shape.format is None:
             return {"auto": layers * blocks * self.shape.block_bytes(size)}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hf_paged_cache import blocks
-from hf_paged_cache.config import PagedCacheConfig
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, kv_format
 
-
-def name_of(layer_format: KVFormat | None) -> str:
-    """What `layer_dtypes` calls a format; None is the model's own dtype."""
-    return "auto" if layer_format is None else layer_format.name
+if TYPE_CHECKING:
+    from hf_paged_cache.config import PagedCacheConfig
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The form of a saved cache: values that know what they hold, and plain dicts of them for `torch.save`.
+"""Contents of a cache as values that know what they hold, and plain dicts of them for `torch.save`.
 
 What comes out of a file may be anything that a safe loader lets pass. `parse` makes a value of it or says
-which part of it is wrong; whether the parts agree with each other and with a cache is asked by `snapshot`.
+which part of it is wrong; whether the parts agree with each other and with a cache is asked by `state_dict`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
-from hf_paged_cache.blocks import NULL_BLOCK
 from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.kernels.call import NULL_BLOCK
 
 VERSION = 2
 
@@ -84,13 +84,7 @@ class SavedPadding:
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """What a file knows of a tensor of a model; see `ownership`.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        digest: Of a few of its values; None if they were not there, or not plain.
-    """
+    """What a file knows of a tensor; no digest of its values if they were not there, or not plain."""
 
     shape: list[int]
     dtype: str
@@ -99,12 +93,7 @@ class SavedWeight:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """What a file knows of the weights that computed its K and V.
-
-    Attributes:
-        tensors: Name -> what is known of it.
-        adapters: Which were active, as text.
-    """
+    """What a file knows of the weights that computed K and V, by name, and of active adapters."""
 
     tensors: dict[str, SavedWeight]
     adapters: str
@@ -123,7 +112,7 @@ class SavedCache:
     """All of a cache.
 
     Attributes:
-        version: Of this form.
+        version: Of this format.
         settings: What must agree with the cache that loads it.
         batch: Rows.
         length: Tokens per row.
@@ -185,15 +174,10 @@ def _feed(value: Any, update: Callable[[Any], None]) -> None:
 
 
 def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
-    """What `plain` was made of.
-
-    Args:
-        kind: A class of this module, or what one of their fields is declared as.
-        value: Anything.
-        where: Its place, for messages.
+    """What `plain` was made of: an object of a class of this module, or of what a field is declared as.
 
     Raises:
-        PagedCacheError: It is something else.
+        PagedCacheError: The value is something else.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
@@ -205,12 +189,9 @@ def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
         return kind(**{name: parse(hint, value[name], f"{where}[{name!r}]") for name, hint in hints.items()})
     if origin is UnionType:
         return None if value is None and NoneType in inner else parse(inner[0], value, where)
-    if origin is tuple and inner[-1] is not ...:
+    if origin is tuple:
         expect(type(value) in (list, tuple) and len(value) == len(inner), where, f"{len(inner)} items", value)
         return tuple(parse(kind, item, where) for kind, item in zip(inner, value, strict=True))
-    if origin is tuple:
-        expect(type(value) is tuple and _is_constant(value), where, "a tuple of constants", value)
-        return value
     if origin is list:
         expect(type(value) is list, where, "a list", value)
         return [parse(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
@@ -252,13 +233,6 @@ def is_whole(value: object) -> bool:
         and not value.is_meta
         and not value.is_quantized
         and value.nbytes <= value.untyped_storage().nbytes()
-    )
-
-
-def _is_constant(value: object) -> bool:
-    """Nested tuples, which cannot contain themselves, of numbers and strings."""
-    return type(value) in (str, int, float, bool, NoneType) or (
-        type(value) is tuple and all(_is_constant(item) for item in value)
     )
 
 

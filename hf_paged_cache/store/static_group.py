@@ -2,7 +2,7 @@
 
 A compiled step runs no Python: it finds tables, lengths and pools where they were when it was traced, and
 counts new tokens itself, on the device. So a row gets all its blocks at once, tensors stay in place, and the
-host asks for the length when somebody wants to know it. (The static cache of `transformers` works by the same
+host asks for the length when it is asked for it. (The static cache of `transformers` works by the same
 rules.)
 """
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hf_paged_cache.kernels.call import LayerBlocks
 
     from .pool_tensors import PoolShape
+    from .precision import Precision
     from .window_store import WindowStore
 
 DEVICES = frozenset({"cuda"})
@@ -46,21 +47,20 @@ class Reader:
 class StaticGroup(LayerGroup):
     """A layer group whose rows have `row_blocks` blocks each, whatever they hold.
 
-    Args:
-        specs: Layer index -> what the config says of that layer.
-        store: Whose blocks it takes, alone. Those outside a window stay.
-        row_blocks: Blocks of every row.
+    It has its store alone, and blocks outside a window stay.
 
     Attributes:
         static_blocks: Layer index -> what a compiled step reads and writes.
         readers: Layer index -> what has read it last.
-        vetted: Layers where the kernel was seen to compute what the model's eager function does.
+        vetted: Layers whose model's eager function computes what the kernel does, as a try has shown.
     """
 
     HAS_FIXED_ROWS = True
 
-    def __init__(self, specs: dict[int, LayerSpec], store: WindowStore, *, row_blocks: int) -> None:
-        super().__init__(specs, store, row_blocks=row_blocks)
+    def __init__(
+        self, specs: dict[int, LayerSpec], store: WindowStore, precision: Precision, *, row_blocks: int
+    ) -> None:
+        super().__init__(specs, store, precision, row_blocks=row_blocks)
         self.static_blocks: dict[int, StaticBlocks] = {}
         self.readers: dict[int, Reader] = {}
         self.vetted: set[int] = set()
@@ -99,7 +99,7 @@ class StaticGroup(LayerGroup):
         return self.static_blocks[layer_idx].lengths[0]
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
-        """Give a layer its place, as in `LayerGroup`.
+        """Give a layer its place.
 
         Raises:
             BackendUnavailable: The kernels that a compiled step calls cannot serve this layer.
@@ -124,26 +124,14 @@ class StaticGroup(LayerGroup):
         self._tables.set_length(0)
         self._rebuild()
 
-    def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> list[int]:
-        """Nothing: rows keep their blocks."""
-        return []
-
-    def reserve(
-        self, new_tokens: int, changed: list[int], *, keep_history: bool, padding: Sequence[int] = ()
-    ) -> None:
+    def lengthen(self, new_tokens: int) -> None:
         """Count new tokens; their blocks are there, those of padding too."""
         self._tables.set_length(self.num_tokens + new_tokens)
-
-    def check_crop(self, num_tokens: int) -> None:
-        """Nothing was given back, so any shorter length will do."""
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens; the blocks stay."""
         self.manager.version += 1
         self._tables.set_length(num_tokens)
-
-    def release_outside_window(self) -> None:
-        """Nothing: blocks outside the window stay."""
 
     def check_rows(self, count: int) -> None:
         """Raise PagedCacheError unless there are so many rows."""
@@ -155,13 +143,11 @@ class StaticGroup(LayerGroup):
             )
 
     def reorder(self, row_indices: Sequence[int]) -> None:
-        """Copy rows over each other; a compiled step could not copy a shared block when it writes to one.
+        """Copy rows over each other, as many as there are (see `check_rows`).
 
-        Raises:
-            PagedCacheError: The number of rows would change.
+        A compiled step could not copy a shared block when it writes to one.
         """
         rows = self.manager.tables
-        self.check_rows(len(row_indices))
         used = -(-self.num_tokens // self.block_size)
         moved = [(source, row) for row, source in enumerate(row_indices) if row != source]
         for pool in self.pools if moved else ():
@@ -183,19 +169,19 @@ class StaticGroup(LayerGroup):
     def resize(self, row_blocks: int, num_blocks: int) -> None:
         """Other rows: so many blocks each, in pools of so many. Only without rows."""
         self._tables.row_blocks = row_blocks
-        if num_blocks > self.num_blocks:
+        if num_blocks > self.store.num_blocks:
             self.grow(num_blocks)
 
     def _rebuild(self) -> None:
         """Note where everything lies, and that it will stay there."""
-        seen: set[torch.device] = set()
+        counted: set[torch.device] = set()
         for layer_idx, (pool, place, blocks) in self._layers.items():
             assert blocks.lengths is not None, "static groups keep lengths on every device"
             device = pool.shape.device
             lengths = blocks.lengths.on_device
             self.static_blocks[layer_idx] = StaticBlocks(
-                pool.keys, pool.values, place, blocks.table, lengths, advances=device not in seen
+                pool.keys, pool.values, place, blocks.table, lengths, advances=device not in counted
             )
-            seen.add(device)
+            counted.add(device)
             for tensor in (pool.keys, pool.values, blocks.table, lengths):
                 torch._dynamo.mark_static_address(tensor)

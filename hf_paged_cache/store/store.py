@@ -12,30 +12,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.frames import Frame
 
-from .window_store import WindowStore
+from .holder import Saved
+
+if TYPE_CHECKING:
+    from .holder import Restore
+    from .window_store import WindowStore
 
 _T = TypeVar("_T")
-Restore = Callable[[], None]
-"""Puts something back as it was. Can be called again if it did not come to its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What something outside a store was, before a change of both.
-
-    Attributes:
-        restore: Puts integers and references back.
-        follow: Brings what is made from them up to date (tables on devices, pointers), when counts are right.
-    """
-
-    restore: Restore
-    follow: Restore
 
 
 def nothing() -> Saved:
@@ -48,12 +36,13 @@ class Store:
 
     Attributes:
         lock: Held by whoever changes what belongs to whom.
+        by_window: Window -> blocks for its layers.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._by_window: dict[int | None, WindowStore] = {}
-        self._undo: tuple[Place, Restore] | None = None
+        self.by_window: dict[int | None, WindowStore] = {}
+        self._undo: tuple[Frame, Restore] | None = None
 
     @property
     def is_torn(self) -> bool:
@@ -80,7 +69,7 @@ class Store:
         with self.lock:
             if not self.recover():
                 raise PagedCacheError("the cache is in the middle of a change; call this after it")
-            self._undo = Place.here(), self._saver(save)
+            self._undo = Frame.here(), self._saver(save)
             try:
                 result = make()
             except BaseException:
@@ -109,12 +98,12 @@ class Store:
             self._undo = None
 
     def _saver(self, save: Callable[[], Saved]) -> Restore:
-        by_window = dict(self._by_window)
+        by_window = dict(self.by_window)
         restores = [each.save() for each in by_window.values()]
         saved = save()
 
         def restore() -> None:
-            self._by_window = dict(by_window)
+            self.by_window = dict(by_window)
             saved.restore()
             for each in restores:
                 each()
@@ -124,20 +113,14 @@ class Store:
 
     def collect(self) -> None:
         """Take back the blocks of caches that were dropped."""
-        if any(each.has_left for each in self._by_window.values()):
+        if any(each.has_left for each in self.by_window.values()):
             self.change(nothing, self._collect)
 
     def _collect(self) -> None:
-        for each in self._by_window.values():
+        for each in self.by_window.values():
             each.collect()
-
-    def of(self, window: int | None, num_blocks: int, block_size: int, *, grows: bool = False) -> WindowStore:
-        """The blocks for layers of a window; so many if there are none yet."""
-        if window not in self._by_window:
-            self._by_window[window] = WindowStore(window, num_blocks, block_size, grows=grows)
-        return self._by_window[window]
 
     @property
     def num_caches(self) -> int:
         """Caches that share it."""
-        return max((len(each.holders) for each in self._by_window.values()), default=1)
+        return max((len(each.holders) for each in self.by_window.values()), default=1)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hf_paged_cache.blocks import BlockPool
 
@@ -16,39 +14,8 @@ from .pool_tensors import PoolTensors
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import BlockManager
 
-    from .pool_tensors import LayerPool, PoolShape
-
-
-class RunningStep(Protocol):
-    """A forward that writes where layers were bound when it began."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended; False if nobody knows."""
-
-
-@dataclass(eq=False)
-class Holder:
-    """Somebody who holds blocks of a window store, as far as the store needs to know.
-
-    Attributes:
-        manager: Which blocks, in which rows.
-        pools: The tensors that they are read from.
-        step: What is writing to them; None between steps.
-    """
-
-    manager: BlockManager
-    pools: list[LayerPool]
-    step: RunningStep | None = None
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether tensors have to stay where they are.
-
-        A forward that has ended writes no more, also if nobody has looked at it since: an exception may have
-        left it for good.
-        """
-        return self.step is not None and not self.step.is_over
+    from .holder import Holder, Restore
+    from .pool_tensors import PoolShape
 
 
 class WindowStore:
@@ -74,6 +41,10 @@ class WindowStore:
         self.streams = Streams()
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._left: deque[BlockManager] = deque()
+
+    def like(self) -> WindowStore:
+        """An empty one of the same kind and size."""
+        return WindowStore(self.window, self.num_blocks, self.block_size, grows=self.grows)
 
     @property
     def num_blocks(self) -> int:
@@ -106,9 +77,9 @@ class WindowStore:
         return sum(tensors.nbytes for tensors in self.tensors)
 
     def join(self, holder: Holder) -> None:
-        """Count somebody among the holders, and take its blocks back when it is dropped."""
+        """Count another holder, and take its blocks back when it is dropped."""
         self._holders.add(holder)
-        # In the middle of anything, so blocks are only noted here.
+        # In the middle of anything, so its blocks are only remembered here.
         weakref.finalize(holder, self._left.append, holder.manager).atexit = False
 
     def can_move(self, asking: Holder) -> bool:
@@ -126,7 +97,7 @@ class WindowStore:
             self._left[0].reset()
             self._left.popleft()
 
-    def save(self) -> Callable[[], None]:
+    def save(self) -> Restore:
         """Remember who uses it and where everything lies. Returns what makes it so again."""
         holders, tensors = self.holders, list(self.tensors)
         held = [each.held for each in tensors]
@@ -143,7 +114,7 @@ class WindowStore:
             for each, before in zip(tensors, held, strict=True):
                 each.held = before
             if self.version != version:
-                self.version += 1  # somebody may have found the larger tensors already
+                self.version += 1  # the larger tensors may have been found already
             self.rebuild(num_blocks)
 
         return restore

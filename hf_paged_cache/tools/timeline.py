@@ -223,7 +223,7 @@ def holdings_of(cache: Cache) -> Moment:
     groups, outside = cache._state.groups, cache._hosts.nbytes
     return Moment(
         cache._num_tokens,
-        sum(group.used_bytes for group in groups) + outside,
+        sum(group.bytes_by_format().total() for group in groups) + outside,
         sum(group.pool_bytes for group in groups) + outside,
         sum(group.manager.pool.num_referenced for group in groups),
     )

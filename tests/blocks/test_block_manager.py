@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from hf_paged_cache.blocks import NULL_BLOCK as N
-from hf_paged_cache.blocks import BlockManager, BlockState, Reservation
+from hf_paged_cache.blocks import BlockManager, BlockPool, BlockState, Reservation
 from hf_paged_cache.errors import PagedCacheError
 from tests.blocks.rows import ids, snapshot, started, states
 
@@ -62,6 +62,19 @@ def test_a_fork_at_a_block_edge_copies_nothing():
     assert manager.reserve(1) == Reservation(4, 5, [], 1, 2)
     assert ids(manager) == [[0, 1], [0, 2]]
     assert states(manager, 0) == "SEALED"
+
+
+def test_a_fork_in_an_empty_pool_has_the_same_ids_and_states_and_shares_nothing():
+    manager = started(5, 2, tokens=6)  # 0: 0123  1: 45   2, 3: likewise
+    manager.reorder([0, 0])
+    manager.reserve(1)
+    fork = manager.fork(BlockPool(5))
+    assert ids(fork) == ids(manager)
+    assert states(fork, 0, 1, 2) == states(manager, 0, 1, 2) == "SEALED OPEN OPEN"
+    assert [fork.pool.ref_count(block_id) for block_id in (0, 1, 2)] == [2, 1, 1]
+    fork.check_integrity()
+    fork.reset()
+    manager.check_integrity()
 
 
 def test_a_last_block_that_others_hold_is_copied_for_every_row():

@@ -173,10 +173,10 @@ def test_what_lies_beside_the_tokens_of_a_cache_is_in_none_of_its_copies(
     assert _same(pickle.loads(pickle.dumps(cache)).state_dict(), saved)
     assert _same(twin.state_dict(), saved)
     for group in copy.deepcopy(cache)._state.groups:
-        tokens = dict.fromkeys(group.claimed, group.num_tokens)
+        tokens = dict.fromkeys(group.blocks, group.num_tokens)
         want = group.export(tokens)
         # As if no block were partly filled: the whole of what lies in it.
-        whole = group.export(dict.fromkeys(group.claimed, group.num_tokens + group.block_size))
+        whole = group.export(dict.fromkeys(group.blocks, group.num_tokens + group.block_size))
         for index, layer in want.layers.items():
             assert _same(whole.layers[index].keys, layer.keys)
             assert _same(whole.layers[index].values, layer.values)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from hf_paged_cache import PagedCache
 from hf_paged_cache.host import running_forward
-from hf_paged_cache.host.frames import Place
+from hf_paged_cache.host.frames import Frame
 from tests.support.models import cache_kwarg, shared_model
 from tests.support.quantized import feed, ids
 
@@ -28,12 +28,12 @@ def _nothing_held() -> None:
     HELD.clear()
 
 
-def _planted() -> Place:
+def _planted() -> Frame:
     frame = sys._getframe(1)
-    place = Place.of(frame)
-    assert Place.of(frame) is place
-    assert place.is_running()
-    return place
+    planted = Frame.of(frame)
+    assert Frame.of(frame) is planted
+    assert planted.is_running()
+    return planted
 
 
 def forward(do: Callable[[], Any] = lambda: None) -> Any:
@@ -103,7 +103,7 @@ def test_an_error_that_was_caught_inside() -> None:
     ending = caught()
     assert ending.has_returned() is True  # its frame is kept by the error's traceback
     forward(catch_inside)
-    assert next(held for held in HELD if isinstance(held, Place)).has_returned() is True
+    assert next(held for held in HELD if isinstance(held, Frame)).has_returned() is True
 
 
 def test_a_call_that_a_thread_began_with() -> None:
@@ -125,7 +125,7 @@ def test_the_stack_tells_which_call_brings_keys(case: str, monkeypatch: pytest.M
     def watch(self: PagedCache, *args: Any, **kwargs: Any) -> Any:
         call = running_forward.current()
         assert call.forward.is_here
-        assert [place.is_running() for place in (call.forward, call.root)] == [True, True]
+        assert [each.is_running() for each in (call.forward, call.root)] == [True, True]
         seen.append(call)
         return update(self, *args, **kwargs)
 
@@ -136,12 +136,12 @@ def test_the_stack_tells_which_call_brings_keys(case: str, monkeypatch: pytest.M
     assert (plain.is_generating, generated.is_generating) == (False, True)
     assert torch.equal(plain.input_ids, ids(7))  # type: ignore[arg-type]
     assert plain.position_ids.flatten()[:7].tolist() == list(range(7))  # type: ignore[union-attr]
-    assert not any(place.is_running() for call in seen for place in (call.forward, call.root))
+    assert not any(each.is_running() for call in seen for each in (call.forward, call.root))
 
 
 def test_without_a_model_on_the_stack_nothing_is_claimed() -> None:
     call = running_forward.current()
-    assert (call.forward.frame, call.root.frame) == (None, None)
+    assert (call.forward.is_known, call.root.is_known) == (False, False)
     assert (call.use_cache, call.position_ids, call.input_ids) == (None, None, None)
     assert not call.is_generating
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from hf_paged_cache.kernels.call import LayerBlocks
+from hf_paged_cache.kernels.call import Attention, LayerBlocks
 from hf_paged_cache.kernels.prefill import attend_with_history
 from tests.kernels.cases import Case, build, dense_answer
 
@@ -171,11 +172,11 @@ def prefill_answer(
         "query": query,
         "fresh_keys": keys.masked_fill(~seen, torch.nan),
         "fresh_values": values.masked_fill(~seen, torch.nan),
-        "history_start": p.case.start,
-        "history_end": p.case.end,
+        "start": p.case.start,
+        "end": p.case.end,
         "scale": scale,
         "mask": mask,
-        "is_causal": p.is_causal,
+        "causal": p.is_causal,
         "window": p.window,
         "softcap": p.softcap,
         "sinks": sinks,
@@ -187,4 +188,12 @@ def prefill_answer(
     stored = (x.to(device) for x in (problem.blocks.keys, problem.blocks.values, problem.blocks.table))
     offsets = p.case.offsets_tensor()
     blocks = LayerBlocks(*stored, offsets=None if offsets is None else offsets.to(device))
-    return attend_with_history(blocks, **arguments), want, arguments  # type: ignore[arg-type]
+    return attended(blocks, **arguments), want, arguments
+
+
+def attended(
+    blocks: LayerBlocks, *, query: Any, fresh_keys: Any, fresh_values: Any, **question: Any
+) -> torch.Tensor:
+    """What `attend_with_history` says to the arguments of `prefill_answer`."""
+    a = Attention(query, queries_are_last=False, **question)
+    return attend_with_history(blocks, a, fresh_keys, fresh_values)

@@ -5,10 +5,9 @@ import torch
 
 from hf_paged_cache.kernels import prefill
 from hf_paged_cache.kernels.call import LayerBlocks
-from hf_paged_cache.kernels.prefill import attend_with_history
 from hf_paged_cache.kernels.torch import partial_softmax, torch_kernels
 from tests.kernels.cases import DTYPES, TOLERANCE, build, case_id, dense_answer, rms_ratio
-from tests.kernels.prefills import PREFILLS, Prefill, history_case, prefill_answer
+from tests.kernels.prefills import PREFILLS, Prefill, attended, history_case, prefill_answer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,12 +49,12 @@ def test_prefill_without_the_cpu_flash_operator_is_the_same(
 def test_prefill_without_history_attends_the_fresh_tokens_alone(mask: str | None) -> None:
     p = Prefill("fresh", history_case(end=1, kv_heads=2), 20, mask=mask)
     _, _, arguments = prefill_answer(p, torch.float32)
-    arguments["history_end"] = 0
+    arguments["end"] = 0
     if mask is not None:
         arguments["mask"] = arguments["mask"][..., 1:]  # type: ignore[index]
     blocks = build(p.case).blocks
     blocks.table[:] = 10**6  # nothing may be read
-    got = attend_with_history(blocks, **arguments)  # type: ignore[arg-type]
+    got = attended(blocks, **arguments)
     visible = torch.ones(20, 20, dtype=torch.bool).tril().expand(2, 6, 20, 20)
     if mask is not None:
         visible = visible & arguments["mask"]  # type: ignore[operator]
@@ -76,12 +75,12 @@ def test_fresh_tokens_are_not_read_back_from_their_blocks() -> None:
     case = history_case(end=128)  # the same blocks, in which the fresh tokens' slots hold something else
     _, _, arguments = prefill_answer(p, torch.float32)
     stored = build(case)
-    got = attend_with_history(stored.blocks, **arguments)  # type: ignore[arg-type]
+    got = attended(stored.blocks, **arguments)
     blocks = LayerBlocks(stored.blocks.keys.clone(), stored.blocks.values.clone(), stored.blocks.table)
     for row in range(2):
         blocks.keys[blocks.table[row, 1], :, 36:] = torch.nan
         blocks.values[blocks.table[row, 1], :, 36:] = torch.nan
-    assert torch.equal(attend_with_history(blocks, **arguments), got)  # type: ignore[arg-type]
+    assert torch.equal(attended(blocks, **arguments), got)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2048])
@@ -95,7 +94,7 @@ def test_query_masked_everywhere_by_finfo_min_averages_all_tokens_alike(
     mask[1, 0, 4] = torch.finfo(torch.float32).min
     arguments["mask"] = mask
     problem = build(p.case)
-    got = attend_with_history(problem.blocks, **arguments)  # type: ignore[arg-type]
+    got = attended(problem.blocks, **arguments)
     values = torch.cat([problem.values, arguments["fresh_values"]], dim=2)  # type: ignore[list-item]
     assert rms_ratio(got[1, 4], values[1].mean(dim=1).repeat_interleave(3, dim=0)) < 2e-6
 

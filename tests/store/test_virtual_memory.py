@@ -17,7 +17,7 @@ from tests.support.models import shared_model
 CHUNK = 4096
 
 
-class HostDriver:
+class HostDriver(virtual_memory.Driver):
     """Notes what is mapped; `left` chunks are to be had."""
 
     def __init__(self, left: int = 1 << 20) -> None:

@@ -30,8 +30,8 @@ def poison(cache: PagedCache, *, too_many: int = 0) -> None:
     """
     state = cache._state
     for group in state.groups if state.rows.batch else ():
-        for layer_idx in group.claimed:
-            blocks = group.blocks_of(layer_idx)
+        for layer_idx in group.blocks:
+            blocks = group.blocks[layer_idx]
             records, slots = _tokens_in(group, layer_idx, max(0, state.rows.tokens[layer_idx] - too_many))
             if blocks.records is None:
                 slots = records
@@ -48,7 +48,7 @@ def poison(cache: PagedCache, *, too_many: int = 0) -> None:
 
 def _tokens_in(group: LayerGroup, layer_idx: int, length: int) -> tuple[dict[int, int], dict[int, int]]:
     """How many tokens of a layer lie in each block of the pool, and in each slot."""
-    blocks = group.blocks_of(layer_idx)
+    blocks = group.blocks[layer_idx]
     records: dict[int, int] = {}
     slots: dict[int, int] = {}
     pool, size = group._layers[layer_idx][0], blocks.block_size

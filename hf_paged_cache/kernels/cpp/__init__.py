@@ -37,6 +37,9 @@ _UNSTORABLE = {4: "K", 5: "V"}
 
 _ANY_LENGTH = 1 << 62
 
+_pack_call = structs.packer(structs.Call)
+_pack_tokens = structs.packer(structs.Tokens)
+
 _load_lock = threading.Lock()
 _loaded: build.Library | str | None = None
 
@@ -81,7 +84,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     Raises:
         build.BuildError: The library takes other structs.
     """
-    integer, pointer = ctypes.c_int64, ctypes.POINTER
+    integer, array, blocks = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(structs.Blocks)
     for struct in (structs.Blocks, structs.Call, structs.Tokens):
         function = getattr(handle, f"paged_bytes_of_{struct.__name__.lower()}")
         function.restype = integer
@@ -91,12 +94,11 @@ def _declare(handle: ctypes.CDLL) -> None:
                 f"bytes in abi.h and {here} in structs.py. Install hf-paged-cache again: its files are of "
                 "different versions."
             )
-    handle.paged_decode.argtypes = [pointer(structs.Blocks), pointer(structs.Call)]
-    for function in (handle.paged_write, handle.paged_gather):
-        function.argtypes = [pointer(structs.Blocks), pointer(structs.Tokens)]
+    for function in (handle.paged_decode, handle.paged_write, handle.paged_gather):
+        function.argtypes = [blocks, ctypes.c_char_p]
     for function in (handle.paged_encode_blocks, handle.paged_decode_blocks):
-        function.argtypes = [pointer(structs.Blocks), ctypes.c_void_p, ctypes.c_void_p, integer, integer]
-    handle.paged_copy_blocks.argtypes = [integer, integer, ctypes.c_void_p, ctypes.c_void_p, integer, integer]
+        function.argtypes = [blocks, array, array, integer, integer]
+    handle.paged_copy_blocks.argtypes = [integer, integer, array, array, integer, integer]
     handle.paged_copy_blocks.restype = None
     handle.paged_scratch_bytes.restype = integer
 
@@ -196,15 +198,12 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
             f"{native.shape}, v_head_dim {native.v_head_dim}, {native.dtype}, "
             f"for {native.capacity_tokens} tokens"
         )
-    key_batch, key_head, key_token, key_element = key_states.stride()
-    value_batch, value_head, value_token, value_element = value_states.stride()
-    if key_element != 1 or value_element != 1:
+    key_strides, value_strides = key_states.stride(), value_states.stride()
+    if key_strides[3] != 1 or value_strides[3] != 1:
         return write(blocks, key_states.contiguous(), value_states.contiguous(), start)
-    fresh = structs.Tokens(
-        (key_states.data_ptr(), key_batch, key_head, key_token),
-        (value_states.data_ptr(), value_batch, value_head, value_token),
-        *(tokens, start, torch.get_num_threads()),
-    )
+    keys, values = key_states.data_ptr(), value_states.data_ptr()
+    counts = (tokens, start, torch.get_num_threads())
+    fresh = _pack_tokens(keys, *key_strides[:3], values, *value_strides[:3], *counts)
     _check(_library().handle.paged_write(native.struct, fresh))
 
 
@@ -226,18 +225,15 @@ def decode(
             f"of [batch, head_dim, kv_heads] {native.shape}, {native.dtype}, "
             f"for {native.capacity_tokens} tokens"
         )
-    query_batch, query_head, query_token, query_element = query.stride()
-    if query_element != 1:
+    if query.stride(3) != 1:
         query = query.contiguous()
-        query_batch, query_head, query_token, query_element = query.stride()
     out = torch.empty((batch, q_tokens, q_heads, native.v_head_dim), dtype=native.dtype)
     lse = torch.empty((batch, q_heads, q_tokens), dtype=torch.float32) if return_lse else None
     sinks = None if a.sinks is None else a.sinks.to("cpu", torch.float32).contiguous()
     mask = None if a.mask is None else _expand_mask(a.mask, (batch, q_heads, q_tokens, a.end - a.start))
-    call = structs.Call(
-        (query.data_ptr(), query_batch, query_head, query_token),
-        *(q_heads, q_tokens, out.data_ptr(), 0 if lse is None else lse.data_ptr()),
-        *(a.start, a.end, a.scale, a.softcap or 0.0),
+    call = _pack_call(
+        *(query.data_ptr(), *query.stride()[:3], q_heads, q_tokens),
+        *(out.data_ptr(), 0 if lse is None else lse.data_ptr(), a.start, a.end, a.scale, a.softcap or 0.0),
         *(0 if sinks is None else sinks.data_ptr(), a.window or 0, a.causal),
         a.end - q_tokens if a.queries_are_last else a.end,
         *((0, 0, 0, 0, 0, 0) if mask is None else (mask.data_ptr(), _MASK_TYPES[mask.dtype], *mask.stride())),
@@ -259,11 +255,8 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     new = torch.empty if blocks.offsets is None else torch.zeros
     keys = new((batch, kv_heads, end - start, head_dim), dtype=native.dtype)
     values = new((batch, kv_heads, end - start, native.v_head_dim), dtype=native.dtype)
-    wanted = structs.Tokens(
-        (keys.data_ptr(), *keys.stride()[:3]),
-        (values.data_ptr(), *values.stride()[:3]),
-        *(end - start, start, torch.get_num_threads()),
-    )
+    to_keys, to_values = ((x.data_ptr(), *x.stride()[:3]) for x in (keys, values))
+    wanted = _pack_tokens(*to_keys, *to_values, end - start, start, torch.get_num_threads())
     _check(_library().handle.paged_gather(native.struct, wanted))
     return keys, values
 

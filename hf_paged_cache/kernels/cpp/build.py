@@ -38,15 +38,12 @@ _SOURCES = (
     "storage/tokens.cpp",
 )  # the slowest to compile first
 _COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
-_EXPORTS = (
-    "paged_decode",
-    "paged_write",
-    "paged_gather",
-    "paged_encode_blocks",
-    "paged_decode_blocks",
-    "paged_copy_blocks",
-    "paged_scratch_bytes",
-    *(f"paged_bytes_of_{name}" for name in ("blocks", "call", "tokens")),
+_EXPORTS = tuple(
+    f"paged_{name}"
+    for name in (
+        *("decode", "write", "gather", "encode_blocks", "decode_blocks", "copy_blocks", "scratch_bytes"),
+        *("bytes_of_blocks", "bytes_of_call", "bytes_of_tokens"),
+    )
 )
 _NOT_KEPT = "The compiled kernel is not kept, so that every process compiles it anew"
 _VERSION_TIMEOUT_S = 60
@@ -58,12 +55,6 @@ _ISA_NEEDS = {
     "portable": set[str](),
 }
 """CPU flags that each instruction set needs, best first."""
-
-_ISA_FLAGS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "portable": (),
-}
 
 
 class BuildError(Exception):
@@ -132,7 +123,16 @@ def find_compiler() -> tuple[list[str], str]:
     Raises:
         BuildError: There is none, or it does not run.
     """
-    compiler = _find_compiler()
+    named = _split_variable("CXX")
+    compilers = [named] if named else [["g++"], ["c++"], ["clang++"]]
+    compiler = next((candidate for candidate in compilers if shutil.which(candidate[0])), None)
+    if compiler is None:
+        tried = "g++, c++ and clang++ are not on PATH"
+        if named:
+            tried = f"CXX names {named[0]!r}, which is not there"
+        raise BuildError(
+            f"No C++ compiler: {tried}. Install one (e.g. `apt install g++`) for the fast CPU kernel."
+        )
     with _started([*compiler, "--version"], subprocess.PIPE) as process:
         try:
             version, messages = process.communicate(timeout=_VERSION_TIMEOUT_S)
@@ -156,9 +156,7 @@ def _cpu_flags() -> set[str]:
 
 def _choose_isa(cpu_flags: set[str]) -> str:
     possible = [isa for isa, needs in _ISA_NEEDS.items() if needs <= cpu_flags]
-    forced = os.environ.get("HF_PAGED_CACHE_CPU_ISA")
-    if not forced:
-        return possible[0]
+    forced = os.environ.get("HF_PAGED_CACHE_CPU_ISA") or possible[0]
     if forced not in possible:
         raise BuildError(
             f"HF_PAGED_CACHE_CPU_ISA is {forced!r}, but this machine can run {', '.join(possible)}: "
@@ -169,27 +167,14 @@ def _choose_isa(cpu_flags: set[str]) -> str:
 
 def _candidate_flags(isa: str, cpu_flags: set[str], *, is_clang: bool) -> list[tuple[str, ...]]:
     """Sets of flags to try in order, from the fastest code to what every compiler takes."""
-    flags = _ISA_FLAGS[isa]
+    flags = tuple(f"-m{need}" for need in sorted(_ISA_NEEDS[isa]))
     # clang's -fopenmp would bring a second thread pool beside torch's, which costs more than it gains.
     openmp = () if is_clang else ("-fopenmp",)
     # Not every CPU has these, and not every compiler: GCC has the former since 8, the latter since 10.
     extensions = {"avx512_vnni": "-mavx512vnni", "avx512_bf16": "-mavx512bf16"}
     more = [flag for name, flag in extensions.items() if isa == "avx512" and name in cpu_flags]
     candidates = [(*flags, *more[:count], *openmp) for count in range(len(more), -1, -1)]
-    if openmp:
-        candidates.append(flags)
-    return candidates
-
-
-def _find_compiler() -> list[str]:
-    named = _split_variable("CXX")
-    for candidate in [named] if named else [["g++"], ["c++"], ["clang++"]]:
-        if shutil.which(candidate[0]):
-            return candidate
-    tried = f"CXX names {named[0]!r}, which is not there" if named else "g++, c++ and clang++ are not on PATH"
-    raise BuildError(
-        f"No C++ compiler: {tried}. Install one (e.g. `apt install g++`) for the fast CPU kernel."
-    )
+    return candidates if is_clang else [*candidates, flags]
 
 
 def _split_variable(name: str) -> list[str]:
@@ -203,13 +188,7 @@ def _split_variable(name: str) -> list[str]:
 def _started(
     command: list[str], output: int | IO[str], folder: Path | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A compiler at work. It ends with the context, whatever ends that, and so does what it has started.
-
-    Args:
-        command: The compiler with its arguments.
-        output: Where each of its stdout and stderr goes.
-        folder: Where its temporary files go.
-    """
+    """A compiler at work, its temporary files in a folder. It ends with the context, and all it started."""
     environment = {**os.environ, "LC_ALL": "C"}
     if folder is not None:
         environment["TMPDIR"] = str(folder)
@@ -237,8 +216,8 @@ def _started(
 
 def _check_status(process: subprocess.Popen[str], command: list[str], messages: str) -> None:
     if process.returncode != 0:
-        lines = messages.strip().splitlines()
-        why = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+        lines = messages.strip().splitlines() or ["no message"]
+        why = next((line for line in lines if "error" in line), lines[-1])
         raise BuildError(
             f"The compiler {command[0]!r} failed with status {process.returncode}: {why.strip()}"
         )
@@ -246,7 +225,7 @@ def _check_status(process: subprocess.Popen[str], command: list[str], messages: 
 
 def _digest(command: list[str], version: str) -> str:
     digest = hashlib.sha256("\0".join([*command, version, platform.machine()]).encode())
-    for path in sorted(path for ending in ("h", "cpp") for path in _SOURCE_DIR.rglob(f"*.{ending}")):
+    for path in sorted([*_SOURCE_DIR.rglob("*.h"), *_SOURCE_DIR.rglob("*.cpp")]):
         digest.update(path.relative_to(_SOURCE_DIR).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 
@@ -276,41 +255,49 @@ def _compile_and_load(
         with private_folder() as private:
             path = private / f"{stem}.so"
             _compile(command, private, path)
-            kept = None
-            if folder is not None:
-                try:
-                    kept = folder.keep(stem, path)
-                except OSError as error:  # read only, or the disk is full
-                    problems.append(f"{_NOT_KEPT}: {folder.path}: {reason_of(error)}.")
-            fault: OSError | None = None
-            if kept is not None:
-                try:
-                    return _load_file(kept)
-                except OSError as error:  # libraries may not be run from there, or nowhere
-                    fault = error
-            try:
-                handle = _load_file(LibraryFile(path))
-            except OSError as error:
-                if folder is not None and kept is not None:
-                    folder.remove(kept)
-                raise BuildError(f"The compiled kernel does not load: {error}.") from error
-            if folder is not None and fault is not None:
-                problems.append(
-                    f"The compiled kernel loads, but not from {folder.path} ({reason_of(fault)}), so that "
-                    "every process compiles it anew: let HF_PAGED_CACHE_DIR name a folder on a disk that is "
-                    "mounted without `noexec`."
-                )
-            return handle
+            handle = None if folder is None else _keep_and_load(folder, stem, path, problems)
+            return _load_compiled(path) if handle is None else handle
     except OSError as error:
         raise BuildError(f"The kernel cannot be compiled: {error}.") from error
 
 
-def _load_file(library: LibraryFile) -> ctypes.CDLL:
-    """Load a library that has all functions of the kernel.
+def _keep_and_load(folder: LibraryFolder, stem: str, path: Path, problems: list[str]) -> ctypes.CDLL | None:
+    """Keep a library and load it, from where it was compiled if it does not run from the folder.
 
-    Raises:
-        OSError: It does not load, or lacks one.
+    Returns:
+        None if it cannot be kept.
     """
+    try:
+        kept = folder.keep(stem, path)
+    except OSError as error:  # read only, or the disk is full
+        problems.append(f"{_NOT_KEPT}: {folder.path}: {reason_of(error)}.")
+        return None
+    try:
+        return _load_file(kept)
+    except OSError as error:  # libraries may not be run from there, or nowhere
+        fault = error
+    try:
+        handle = _load_compiled(path)
+    except BuildError:
+        folder.remove(kept)
+        raise
+    problems.append(
+        f"The compiled kernel loads, but not from {folder.path} ({reason_of(fault)}), so that "
+        "every process compiles it anew: let HF_PAGED_CACHE_DIR name a folder on a disk that is "
+        "mounted without `noexec`."
+    )
+    return handle
+
+
+def _load_compiled(path: Path) -> ctypes.CDLL:
+    try:
+        return _load_file(LibraryFile(path))
+    except OSError as error:
+        raise BuildError(f"The compiled kernel does not load: {error}.") from error
+
+
+def _load_file(library: LibraryFile) -> ctypes.CDLL:
+    """Load a library; raises `OSError` if that fails, or it lacks a function of the kernel."""
     handle = library.load()
     if missing := [name for name in _EXPORTS if not hasattr(handle, name)]:
         raise OSError(f"it has no function {missing[0]}")
@@ -318,13 +305,7 @@ def _load_file(library: LibraryFile) -> ctypes.CDLL:
 
 
 def _compile(command: list[str], folder: Path, path: Path) -> None:
-    """Compile the sources side by side, and link them.
-
-    Args:
-        command: The compiler with its flags.
-        folder: For all that is needed meanwhile.
-        path: The library to be.
-    """
+    """Compile the sources side by side in a folder, and link them to `path`."""
     objects = {str(_SOURCE_DIR / source): str(folder / f"{Path(source).stem}.o") for source in _SOURCES}
     _run_all([[*command, "-c", source, "-o", to] for source, to in objects.items()], folder)
     _run_all([[*command, *objects.values(), "-o", str(path)]], folder)
@@ -357,5 +338,5 @@ def _run_all(commands: list[list[str]], folder: Path) -> None:
 
 def _open_log(path: Path) -> IO[str]:
     """For what a compiler says: in memory where that can be, since it may say that the disk is full."""
-    place = os.memfd_create(path.name) if hasattr(os, "memfd_create") else path
-    return open(place, "w+", encoding="utf-8", errors="replace")
+    target = os.memfd_create(path.name) if hasattr(os, "memfd_create") else path
+    return open(target, "w+", encoding="utf-8", errors="replace")

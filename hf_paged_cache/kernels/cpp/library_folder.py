@@ -75,9 +75,8 @@ def take_back(path: Path) -> bool:
     Raises:
         OSError: It cannot be opened or emptied.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        handle = os.open(path, flags)
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False  # which whoever opens it for use says better
     try:
@@ -96,25 +95,18 @@ def take_back(path: Path) -> bool:
 
 
 class LibraryFolder:
-    """The folder, open. What fails here raises `OSError`, of which `FolderError` is one."""
+    """The folder, open; made if it is missing. What fails raises `OSError`, of which `FolderError` is one."""
 
     def __init__(self, path: Path) -> None:
-        """Open a folder, after making it if it is missing.
-
-        Raises:
-            OSError: It cannot be opened, or is not this user's alone.
-        """
         with contextlib.suppress(OSError):  # where it can't be made it can't be opened, which says more
             make(path)
-        for place in (path, *path.parents):
-            if place.is_symlink():
-                _check_owner(place.lstat(), f"the link {place}")
+        for above in (path, *path.parents):
+            if above.is_symlink():
+                _check_owner(above.lstat(), f"the link {above}")
         self.path = path
         self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            found = os.fstat(self._handle)
-            _check_owner(found, str(path))
-            _check_mode(found, str(path))
+            _check_private(os.fstat(self._handle), str(path))
         except BaseException:
             os.close(self._handle)
             raise
@@ -126,15 +118,13 @@ class LibraryFolder:
         os.close(self._handle)
 
     def libraries(self, stem: str, problems: list[str]) -> Iterator[LibraryFile]:
-        """The whole libraries that are kept under a stem.
-
-        Damaged ones are removed. What is not to be loaded stays.
+        """The whole libraries whose names begin with a stem. Damaged ones are removed.
 
         Args:
             stem: What the name begins with.
             problems: Gets a sentence for each file of such a name that is not a whole library of this user.
         """
-        names = [name for name in os.listdir(self._handle) if name.startswith(f"{stem}-")]
+        names = (name for name in os.listdir(self._handle) if name.startswith(f"{stem}-"))
         for name in sorted(name for name in names if name.endswith(".so")):
             try:
                 library = LibraryFile(self.path / name, self._handle)
@@ -146,16 +136,10 @@ class LibraryFolder:
                 continue
             library.close()
             problems.append(f"{self.path / name} is damaged, and replaced.")
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self._handle)
+            self._unlink(name)
 
     def keep(self, stem: str, path: Path) -> LibraryFile:
-        """A copy of a library for later processes, which is on disk as a whole before it gets its name.
-
-        Args:
-            stem: What the name begins with.
-            path: The library.
-        """
+        """A copy of a library for later processes, which is on disk as a whole before it gets its name."""
         content = path.read_bytes()
         name = _kept_name(stem, hashlib.sha256(content).hexdigest())
         temporary = f"{stem}.{secrets.token_hex(8)}{_TEMPORARY}"
@@ -170,8 +154,7 @@ class LibraryFolder:
                 os.fsync(descriptor)
             os.rename(temporary, name, src_dir_fd=self._handle, dst_dir_fd=self._handle)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self._handle)
+            self._unlink(temporary)
             raise
         with contextlib.suppress(OSError):  # some file systems cannot
             os.fsync(self._handle)
@@ -179,33 +162,30 @@ class LibraryFolder:
 
     def remove(self, library: LibraryFile) -> None:
         """Take a library out again."""
-        with contextlib.suppress(OSError):
-            os.unlink(library.path.name, dir_fd=self._handle)
+        self._unlink(library.path.name)
 
     def check_writable(self) -> None:
         """Raise `OSError` if nothing can be written here."""
         with tempfile.TemporaryFile(dir=self.path):
             pass
 
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._handle)
+
 
 class LibraryFile:
     """A library of this user, open and hashed.
 
+    Opening raises `OSError` if it cannot be read, is no regular file, or others may write to it. Where the
+    descriptor of its folder is given it is found there, whatever its path leads to now.
+
     Attributes:
-        path: Where it is.
+        path: Where it is, absolute.
         digest: SHA-256 of its bytes, in hexadecimal.
     """
 
     def __init__(self, path: Path, folder: int | None = None) -> None:
-        """Open a file and hash it.
-
-        Args:
-            path: Its absolute path.
-            folder: Descriptor of the folder that it lies in, to find it there whatever the path leads to now.
-
-        Raises:
-            OSError: It cannot be read, is no regular file, or others may write to it.
-        """
         # Opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.path = path
@@ -219,8 +199,7 @@ class LibraryFile:
             found = os.fstat(self._descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise FolderError("it is no regular file")
-            _check_owner(found, "it")
-            _check_mode(found, "it")
+            _check_private(found, "it")
             with open(self._descriptor, "rb", closefd=False) as file:
                 self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         except BaseException:
@@ -228,13 +207,10 @@ class LibraryFile:
             raise
 
     def load(self) -> ctypes.CDLL:
-        """Load exactly the bytes that were hashed.
+        """Load exactly the bytes that were hashed; where the loader refuses them, close the file.
 
         The descriptor stays open: the loader knows libraries by their paths, and would take a later file that
         got the same number for this one.
-
-        Raises:
-            OSError: The loader refuses it. The file is closed.
         """
         path = f"/proc/self/fd/{self._descriptor}"
         if sys.platform != "linux" or not os.path.exists(path):
@@ -278,7 +254,8 @@ def _check_owner(found: os.stat_result, name: str) -> None:
         raise FolderError(f"{name} belongs to user {found.st_uid}, not to this one")
 
 
-def _check_mode(found: os.stat_result, name: str) -> None:
+def _check_private(found: os.stat_result, name: str) -> None:
+    _check_owner(found, name)
     if _may_write(found):
         raise FolderError(f"other users may write to {name} (`chmod go-w` it if none did)")
 
@@ -302,11 +279,7 @@ def _is_of_kernels(name: str) -> bool:
 def _remove_stale(folder: int, now: float, *, prefix: str = "", suffix: str = "") -> None:
     """Remove what killed builds have left: entries of this user that nobody has touched for a day.
 
-    Args:
-        folder: Descriptor of where they lie.
-        now: Time by the clock of that disk, which may not be this machine's.
-        prefix: What their names begin with.
-        suffix: What their names end with.
+    Names begin and end as told; `now` is by the clock of that disk, which may not be this machine's.
     """
     for name in os.listdir(folder):
         if not (name.startswith(prefix) and name.endswith(suffix)):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_double, c_int64
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hf_paged_cache.formats import RecordFormat
     from hf_paged_cache.formats.record import Side as SideName
     from hf_paged_cache.kernels.call import LayerBlocks
@@ -19,40 +22,26 @@ MAX_BLOCK_SIZE = 256
 _ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def _integers(names: str) -> tuple[tuple[str, type[c_int64]], ...]:
+    return tuple((name, c_int64) for name in names.split())
+
+
 class Strided(ctypes.Structure):
     """Tokens of any strides; `outer` is a block, or a row of the batch."""
 
-    _fields_ = (
-        ("data", c_int64),
-        ("outer_stride", c_int64),
-        ("head_stride", c_int64),
-        ("token_stride", c_int64),
-    )
+    _fields_ = _integers("data outer_stride head_stride token_stride")
 
 
 class Side(ctypes.Structure):
     """K, or V, of one layer, and how they lie in a record."""
 
-    _fields_ = (
-        ("pool", Strided),
-        ("dim", c_int64),
-        ("codec", c_int64),
-        ("codes", c_int64),
-        ("params", c_int64),
-        ("group_size", c_int64),
-    )
+    _fields_ = (("pool", Strided), *_integers("dim codec codes params group_size"))
 
 
 class Records(ctypes.Structure):
     """The records of one layer."""
 
-    _fields_ = (
-        ("data", c_int64),
-        ("num_records", c_int64),
-        ("block_stride", c_int64),
-        ("head_stride", c_int64),
-        ("bytes", c_int64),
-    )
+    _fields_ = _integers("data num_records block_stride head_stride bytes")
 
 
 class Blocks(ctypes.Structure):
@@ -61,14 +50,7 @@ class Blocks(ctypes.Structure):
     _fields_ = (
         ("keys", Side),
         ("values", Side),
-        ("table", c_int64),
-        ("offsets", c_int64),
-        ("element_type", c_int64),
-        ("num_blocks", c_int64),
-        ("batch", c_int64),
-        ("max_blocks", c_int64),
-        ("kv_heads", c_int64),
-        ("block_size", c_int64),
+        *_integers("table offsets element_type num_blocks batch max_blocks kv_heads block_size"),
         ("records", Records),
     )
 
@@ -78,38 +60,31 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         ("query", Strided),
-        ("q_heads", c_int64),
-        ("q_tokens", c_int64),
-        ("out", c_int64),
-        ("lse", c_int64),
-        ("start", c_int64),
-        ("end", c_int64),
+        *_integers("q_heads q_tokens out lse start end"),
         ("scale", c_double),
         ("softcap", c_double),
-        ("sinks", c_int64),
-        ("window", c_int64),
-        ("causal", c_int64),
-        ("first_query", c_int64),
-        ("mask", c_int64),
-        ("mask_type", c_int64),
-        ("mask_batch_stride", c_int64),
-        ("mask_head_stride", c_int64),
-        ("mask_query_stride", c_int64),
-        ("mask_token_stride", c_int64),
-        ("threads", c_int64),
+        *_integers("sinks window causal first_query mask mask_type"),
+        *_integers("mask_batch_stride mask_head_stride mask_query_stride mask_token_stride threads"),
     )
 
 
 class Tokens(ctypes.Structure):
     """Tokens to write, or room for those that are gathered."""
 
-    _fields_ = (
-        ("keys", Strided),
-        ("values", Strided),
-        ("tokens", c_int64),
-        ("start", c_int64),
-        ("threads", c_int64),
-    )
+    _fields_ = (("keys", Strided), ("values", Strided), *_integers("tokens start threads"))
+
+
+def packer(kind: type[ctypes.Structure]) -> Callable[..., bytes]:
+    """A function from a struct's numbers to its bytes, in a fraction of the time that ctypes takes.
+
+    The numbers of a struct within it stand in its place.
+    """
+    return struct.Struct(f"={_codes(kind)}").pack
+
+
+def _codes(kind: Any) -> str:
+    scalars = {c_int64: "q", c_double: "d"}
+    return scalars[kind] if kind in scalars else "".join(_codes(field) for _, field in kind._fields_)
 
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:

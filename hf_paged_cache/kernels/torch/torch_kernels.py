@@ -16,8 +16,9 @@ from torch.nn.functional import embedding
 from hf_paged_cache.kernels import reference
 from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks, dense_entry
 
+from . import partial_softmax
 from .masking import accumulate_dtype, all_over, both, read_mask
-from .partial_softmax import Partial, attend, has_flash, nothing, split_heads
+from .partial_softmax import Partial, attend, nothing, split_heads
 
 if TYPE_CHECKING:
     from hf_paged_cache.formats import RecordFormat
@@ -190,7 +191,7 @@ def scored_tokens(a: Attention) -> int:
 def _chunk_tokens(blocks: LayerBlocks, a: Attention) -> int:
     kv_heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
     tokens = CHUNK_BYTES // (a.query.shape[0] * kv_heads * dims * blocks.keys.element_size())
-    return tokens if has_flash(a.query, a.softcap) else min(tokens, scored_tokens(a))
+    return tokens if partial_softmax.has_flash(a.query, a.softcap) else min(tokens, scored_tokens(a))
 
 
 def _chunks(blocks: LayerBlocks, start: int, end: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:

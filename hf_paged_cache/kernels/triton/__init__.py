@@ -24,18 +24,19 @@ import importlib.util
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
 from hf_paged_cache.kernels.reference import check_storable, decode_blocks
 from hf_paged_cache.kernels.torch.masking import additive
-from hf_paged_cache.kernels.torch.partial_softmax import Partial as Part
-from hf_paged_cache.kernels.torch.partial_softmax import split_heads
+from hf_paged_cache.kernels.torch.partial_softmax import Partial, split_heads
 
 from .tiles import MAX_HEAD_DIM
+
+if TYPE_CHECKING:
+    from hf_paged_cache.formats import RecordFormat
 
 __all__ = [
     "attend_fresh",
@@ -194,7 +195,7 @@ def decode(
 
 def attend_history(
     blocks: LayerBlocks, a: Attention, visible: torch.Tensor | None, bias: torch.Tensor | None
-) -> Part:
+) -> Partial:
     """Attention over the stored tokens `[a.start, a.end)`, without sinks.
 
     Args:
@@ -215,7 +216,7 @@ def attend_fresh(
     visible: torch.Tensor | None,
     bias: torch.Tensor | None,
     is_causal: bool,
-) -> Part:
+) -> Partial:
     """Attention of new tokens over each other, without sinks.
 
     Args:
@@ -320,8 +321,8 @@ def _mask(visible: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tens
     return visible if bias is None else additive(visible, bias, torch.float32)
 
 
-def _part(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Part:
-    return Part(split_heads(out.transpose(1, 2), kv_heads), split_heads(lse, kv_heads))
+def _part(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Partial:
+    return Partial(split_heads(out.transpose(1, 2), kv_heads), split_heads(lse, kv_heads))
 
 
 def _lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.call import Attention, LayerBlocks
 
 from .attend import attend_kernel, merge_kernel
@@ -36,6 +35,9 @@ from .variants import (
     started,
     write_constants,
 )
+
+if TYPE_CHECKING:
+    from hf_paged_cache.formats import RecordFormat
 
 _DENSE_BLOCK_SIZE = 1 << 30
 """Dense K and V are read as one block a row, which no row outgrows."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged_cache.kernels.call import Attention, LayerBlocks
-
-from .tiles import Tile
 from .variants import INTERPRETED, Layout, Rules, attend_constants, mask_kind
+
+if TYPE_CHECKING:
+    from hf_paged_cache.kernels.call import Attention, LayerBlocks
+
+    from .tiles import Tile
 
 _INTERPRETED_PROCESSORS = 8
 

@@ -9,14 +9,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton.language as tl
 from triton.runtime import driver
 
 from hf_paged_cache.formats import Codec, RecordFormat
-from hf_paged_cache.formats.int4_group import Int4Group
 from hf_paged_cache.formats.rotation import part_size
 
 from . import decoders, encoders
@@ -280,7 +279,7 @@ def write_constants(
         kv_heads: Heads of K and V.
         k_stride_t: Elements from one token to the next in blocks in the model's dtype.
         v_stride_t: The same in V.
-        dense: Whether some blocks are in the model's dtype.
+        dense: Whether a quantized layer has residual blocks.
         check: Whether what cannot be stored is flagged.
     """
     keys, values = _sides(layout)
@@ -349,14 +348,12 @@ def _sides(layout: Layout) -> tuple[Side, Side]:
             Side(layout.block_size, layout.head_dim, layout.k_row),
             Side(layout.block_size, layout.v_head_dim, layout.v_row),
         )
-    keys, values = layout.format.keys, layout.format.values
-    return (
-        _side(layout, keys, layout.head_dim, layout.key_codes, layout.key_params),
-        _side(layout, values, layout.v_head_dim, layout.value_codes, layout.value_params),
-    )
+    return _side(layout, "keys"), _side(layout, "values")
 
 
-def _side(form: RecordFormat, codec: Codec, dim: int, codes: int, params: int) -> Side:
+def _side(form: RecordFormat, name: Literal["keys", "values"]) -> Side:
+    codec, dim = form.codec(name), form.dim(name)
+    codes, params = form.offsets(name)
     return Side(
         block_size=form.block_size,
         dim=dim,
@@ -364,7 +361,7 @@ def _side(form: RecordFormat, codec: Codec, dim: int, codes: int, params: int) -
         codes=codes,
         params=params,
         steps=part_size(dim).bit_length() - 1 if codec.is_rotated else 0,
-        group_size=_group_size(codec),
+        group_size=codec.group_size,
         is_per_token=codec.is_per_token,
     )
 
@@ -389,10 +386,6 @@ def _read_sides(layout: Layout, dtype: torch.dtype, precision: str, mask_rows: b
     }
 
 
-def _group_size(codec: Codec) -> int:
-    return codec.group_size if isinstance(codec, Int4Group) else 1
-
-
 def _weights(dtype: torch.dtype, values: Codec) -> tuple[Any, int]:
     """What codes of V become, and terms of it that make a weight.
 
@@ -400,6 +393,6 @@ def _weights(dtype: torch.dtype, values: Codec) -> tuple[Any, int]:
     """
     if dtype == torch.float32:
         return tl.float32, 1
-    if isinstance(values, Int4Group):
+    if values.group_size > 1:
         return tl.float16, 1
     return tl.bfloat16, 1 if dtype == torch.bfloat16 else 2

@@ -1,7 +1,7 @@
 """K and V that cannot be stored, where the host does not wait to see them.
 
-On a CPU a write refuses them. On a GPU the kernels store such a token with scales of zero and leave a note on
-the device. The host sends for the notes when it begins a step and reads them when it begins another, without
+On a CPU a write refuses them. On a GPU the kernels store such a token with scales of zero and set a flag on
+the device. The host sends for the flags when it begins a step and reads them when it begins another, without
 waiting for the device: an error comes two steps after its cause.
 """
 
@@ -13,7 +13,7 @@ from hf_paged_cache.errors import UnstorableValueError
 
 
 class Faults:
-    """The notes of the quantized layers on one device.
+    """The flags of the quantized layers on one device.
 
     Args:
         device: Where kernels run.
@@ -22,44 +22,44 @@ class Faults:
 
     def __init__(self, device: torch.device, layers: list[int]) -> None:
         self._layers = layers
-        self._notes = torch.zeros(len(layers), 2, dtype=torch.int32, device=device)
+        self._flags = torch.zeros(len(layers), 2, dtype=torch.int32, device=device)
         self._read = torch.zeros(len(layers), 2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._event: torch.cuda.Event | None = None
         self._is_sent = False
 
     def of(self, layer_idx: int) -> torch.Tensor:
-        """Where kernels note what they met in a layer: int32 `[2]`, K and V."""
-        return self._notes[self._layers.index(layer_idx)]
+        """Where kernels set what they met in a layer: int32 `[2]`, K and V."""
+        return self._flags[self._layers.index(layer_idx)]
 
     def check(self) -> None:
-        """Look at the notes that have arrived, and send for those of now.
+        """Look at the flags that have arrived, and send for those of now.
 
         Raises:
             UnstorableValueError: A layer was given what cannot be stored, in an earlier step.
         """
         if self._is_sent and (self._event is None or self._event.query()):  # type: ignore[no-untyped-call]
             for layer_idx, sides in zip(self._layers, self._read.tolist(), strict=True):
-                for name, noted in zip("KV", sides, strict=True):
-                    if noted:
+                for name, is_set in zip("KV", sides, strict=True):
+                    if is_set:
                         raise _spoilt(layer_idx, name)  # again and again, until a reset
             self._is_sent = False
         if not self._is_sent:
-            self._read.copy_(self._notes, non_blocking=True)
-            if self._notes.is_cuda:
+            self._read.copy_(self._flags, non_blocking=True)
+            if self._flags.is_cuda:
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 # The current device may be another one, whose stream knows nothing of this copy.
-                self._event.record(torch.cuda.current_stream(self._notes.device))
+                self._event.record(torch.cuda.current_stream(self._flags.device))
             self._is_sent = True
 
     def copy(self) -> Faults:
-        """The same notes, for a copy of the cache."""
-        twin = Faults(self._notes.device, self._layers)
-        twin._notes.copy_(self._notes)
-        return twin
+        """The same flags, for a copy of the cache."""
+        copied = Faults(self._flags.device, self._layers)
+        copied._flags.copy_(self._flags)
+        return copied
 
     def reset(self) -> None:
-        """Forget all notes."""
-        self._notes.zero_()
+        """Forget all flags."""
+        self._flags.zero_()
         self._read.zero_()
         self._is_sent = False
 

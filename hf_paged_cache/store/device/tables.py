@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_paged_cache.blocks import NULL_BLOCK
-from hf_paged_cache.kernels.call import RowLengths, dense_entry
+from hf_paged_cache.kernels.call import NULL_BLOCK, RowLengths, dense_entry
 
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import BlockManager, DenseBlocks

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,36 +44,8 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class Driver(Protocol):
-    """What is wanted of a driver. Calls raise RuntimeError where it fails."""
-
-    def granularity(self) -> int:
-        """Bytes that every chunk is a multiple of."""
-
-    def reserve(self, size: int) -> int:
-        """Addresses without memory; the first of them."""
-
-    def map(self, address: int, size: int) -> int:
-        """Put new memory behind addresses; its handle."""
-
-    def unmap(self, address: int, size: int, handle: int) -> None:
-        """Take it back."""
-
-    def free(self, address: int, size: int) -> None:
-        """Give addresses back."""
-
-    def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
-        """uint8 `[size]` at an address; keeps its owner alive."""
-
-    def synchronize(self) -> None:
-        """Wait until nothing uses memory that is about to be taken back."""
-
-    def total_bytes(self) -> int:
-        """Memory of the device."""
-
-
-class CudaDriver:
-    """The driver of NVIDIA, for one device.
+class Driver:
+    """The driver of NVIDIA, for one device. Calls raise RuntimeError where it fails.
 
     Raises:
         OSError: There is none.
@@ -86,20 +58,20 @@ class CudaDriver:
         self._properties = _Properties(type=_PINNED, location=self._location)
 
     def granularity(self) -> int:
-        """See `Driver`."""
+        """Bytes that every chunk is a multiple of."""
         found = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(self._properties), 0)
         return found.value
 
     def reserve(self, size: int) -> int:
-        """See `Driver`."""
+        """Addresses without memory; the first of them."""
         found, nothing = ctypes.c_uint64(), ctypes.c_uint64(0)
         anywhere = ctypes.c_size_t(0), nothing, nothing
         self._call("cuMemAddressReserve", ctypes.byref(found), ctypes.c_size_t(size), *anywhere)
         return found.value
 
     def map(self, address: int, size: int) -> int:
-        """See `Driver`."""
+        """Put new memory behind addresses; its handle."""
         handle, nothing = ctypes.c_uint64(), ctypes.c_uint64(0)
         at, length = ctypes.c_uint64(address), ctypes.c_size_t(size)
         wanted = ctypes.byref(handle), length, ctypes.byref(self._properties), nothing
@@ -122,24 +94,24 @@ class CudaDriver:
         return handle.value
 
     def unmap(self, address: int, size: int, handle: int) -> None:
-        """See `Driver`."""
+        """Take memory back."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def free(self, address: int, size: int) -> None:
-        """See `Driver`."""
+        """Give addresses back."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
-        """See `Driver`."""
+        """uint8 `[size]` at an address; keeps its owner alive."""
         return torch.as_tensor(_Bytes(address, size, owner), device=self._device)
 
     def synchronize(self) -> None:
-        """See `Driver`."""
+        """Wait until nothing uses memory that is about to be taken back."""
         torch.cuda.synchronize(self._device)
 
     def total_bytes(self) -> int:
-        """See `Driver`."""
+        """Memory of the device."""
         return int(torch.cuda.get_device_properties(self._device).total_memory)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -190,9 +162,8 @@ class GrowingMemory:
         if missing > 0:
             if held + missing > self._size:
                 raise RuntimeError("more than the device has")
-            self._chunks.append(
-                (self._address + held, missing, self._driver.map(self._address + held, missing))
-            )
+            at = self._address + held
+            self._chunks.append((at, missing, self._driver.map(at, missing)))
         return self._driver.tensor(self._address, nbytes, self).view(dtype).view(sizes)
 
     def _rounded(self, nbytes: int) -> int:
@@ -215,30 +186,24 @@ _lock = threading.Lock()
 
 def growing_memory(device: torch.device) -> GrowingMemory | None:
     """Memory that grows in place; None where there is no such thing."""
-    driver = _driver(device)
-    if driver is None:
-        return None
+    if device not in _drivers:  # once that is decided, nobody waits for a lock
+        with _lock:
+            if device not in _drivers:
+                _drivers[device] = _checked_driver(device)
+    driver = _drivers[device]
     try:
-        return GrowingMemory(driver)
+        return None if driver is None else GrowingMemory(driver)
     except RuntimeError as error:
         logger.debug("pools on %s grow by copying: %s", device, error)
         return None
 
 
-def _driver(device: torch.device) -> Driver | None:
-    """The driver of a device, if a tensor was seen to keep its content while its memory grew."""
-    if device not in _drivers:  # once that is decided, nobody waits for a lock
-        with _lock:
-            if device not in _drivers:
-                _drivers[device] = _checked_driver(device)
-    return _drivers[device]
-
-
 def _checked_driver(device: torch.device) -> Driver | None:
+    """The driver of a device, if a tensor keeps its content while its memory grows."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     try:
-        return checked(CudaDriver(device))
+        return checked(Driver(device))
     except Exception as error:  # no library, another version of it, memory of another kind
         logger.debug("pools on %s grow by copying: %s", device, error)
         return None

@@ -14,10 +14,11 @@ from hf_paged_cache.store.capacity import Capacity
 from hf_paged_cache.store.pool_tensors import NewTokens
 
 from .memory_plan import FormatPlan
-from .stored_shapes import StoredShapes
 
 if TYPE_CHECKING:
     from hf_paged_cache.cache.paged_cache import PagedCache
+
+    from .stored_shapes import StoredShapes
 
 MOST = 1 << 50
 """No number of rows or tokens goes further."""

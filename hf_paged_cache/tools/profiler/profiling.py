@@ -10,11 +10,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged_cache.attention.attention_call import AttentionCall
 from hf_paged_cache.attention.paged_attention import compute, observe, paged_attention
 from hf_paged_cache.attention.view import PagedView
 from hf_paged_cache.cache.paged_cache import PagedCache
@@ -25,6 +24,9 @@ from hf_paged_cache.host.lazy_tensor import dense
 
 from .cache_profile import CacheProfile
 from .step_errors import HeadSums, LayerErrors, StepErrors, errors_of, kl_divergence, top1_agreement
+
+if TYPE_CHECKING:
+    from hf_paged_cache.attention.attention_call import AttentionCall
 
 _ALSO_FULL = ("block_size", "max_tokens", "max_cache_len", "gpu_memory_utilization")
 """Arguments that the full-precision cache takes, too; the others say how K and V are stored."""

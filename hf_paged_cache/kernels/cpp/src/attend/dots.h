@@ -58,9 +58,7 @@ inline __m512i larger_size(__m512i top, Vec v) {
 // The unit of floats of which the largest, among the lanes of `top`, takes `steps`. NaN if any of them is not
 // finite, so that what is multiplied by it is NaN, too.
 inline float unit_of(__m512i top, float steps, float& inverse_unit) {
-  const int32_t bits = _mm512_reduce_max_epi32(top);
-  float largest;
-  std::memcpy(&largest, &bits, sizeof largest);
+  const float largest = bits_as<float>(_mm512_reduce_max_epi32(top));
   inverse_unit = largest > kSmallestTop ? steps / largest : 0.0f;
   return largest * (1.0f / steps) + 0.0f * largest;
 }

@@ -34,16 +34,10 @@ void for_each_token(const Type* mask, int64_t stride, int tokens, F f) {
 // Calls f with the mask's element type.
 template <class F>
 auto with_mask_type(int64_t type, F f) {
-  switch (type) {
-    case kFloat32Mask:
-      return f(FloatMask<Float32>());
-    case kBFloat16Mask:
-      return f(FloatMask<BFloat16>());
-    case kFloat16Mask:
-      return f(FloatMask<Float16>());
-    default:
-      return f(BoolMask());
-  }
+  if (type == kFloat32Mask) return f(FloatMask<Float32>());
+  if (type == kBFloat16Mask) return f(FloatMask<BFloat16>());
+  if (type == kFloat16Mask) return f(FloatMask<Float16>());
+  return f(BoolMask());
 }
 
 // What row `b` of the batch, all its heads and queries together, sees of tokens [first, first + tokens),

@@ -113,12 +113,7 @@ struct BFloat16 {
     return v != v ? (bits | 0x400000u) : bits + 0x7fffu + ((bits >> 16) & 1u);
   }
 
-  static float to_float(Type x) {
-    const uint32_t bits = static_cast<uint32_t>(x) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-  }
+  static float to_float(Type x) { return bits_as<float>(static_cast<uint32_t>(x) << 16); }
 };
 
 struct Float16 {
@@ -160,21 +155,14 @@ struct Float16 {
   static float to_float(Type x) {
     const uint32_t size = x & 0x7fffu;
     // Shifted into place the exponent is 112 too small; multiplying corrects it, subnormal halves included.
-    uint32_t bits = size << 13;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    value *= 0x1p112f;
-    std::memcpy(&bits, &value, sizeof bits);
+    uint32_t bits = bits_as<uint32_t>(bits_as<float>(size << 13) * 0x1p112f);
     if (size >= 0x7c00u) bits |= 0x7f800000u;  // infinity and NaN
-    bits |= static_cast<uint32_t>(x & 0x8000u) << 16;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+    return bits_as<float>(bits | static_cast<uint32_t>(x & 0x8000u) << 16);
   }
 
   // The nearest half, ties to even.
   static Type from_float(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t bits = bits_as<uint32_t>(x);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t size = bits & 0x7fffffffu;
     if (size > 0x7f800000u) return static_cast<Type>(sign | 0x7e00u);   // NaN
@@ -183,25 +171,16 @@ struct Float16 {
       return static_cast<Type>(sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13));
     }
     // Subnormal half: adding 0.5 leaves the value in units of 2^-24 in the low bits, rounded by the adder.
-    float value;
-    std::memcpy(&value, &size, sizeof value);
-    value += 0.5f;
-    std::memcpy(&bits, &value, sizeof bits);
-    return static_cast<Type>(sign | (bits - 0x3f000000u));
+    return static_cast<Type>(sign | (bits_as<uint32_t>(bits_as<float>(size) + 0.5f) - 0x3f000000u));
   }
 };
 
 // Calls f with the struct of an element type.
 template <class F>
 auto with_element_type(int64_t type, F f) {
-  switch (type) {
-    case kBFloat16:
-      return f(BFloat16());
-    case kFloat16:
-      return f(Float16());
-    default:
-      return f(Float32());
-  }
+  if (type == kBFloat16) return f(BFloat16());
+  if (type == kFloat16) return f(Float16());
+  return f(Float32());
 }
 
 }  // namespace paged

@@ -7,20 +7,17 @@ namespace paged {
 
 constexpr int kLineBytes = 64;
 
-// Asks for the cache lines of `bytes` bytes at `p`, the `piece`-th such piece of a row. Pieces smaller than a
-// line ask once a line. Prefetching never faults, so `p` may point anywhere.
-inline void prefetch_piece(const void* p, int bytes, int piece) {
-  if (bytes < kLineBytes && (piece * bytes) % kLineBytes != 0) return;
-  for (int offset = 0; offset < bytes; offset += kLineBytes) {
-    __builtin_prefetch(static_cast<const char*>(p) + offset, 0, 2);
-  }
-}
-
-// Asks for the cache lines that begin within `bytes` bytes from `p`.
+// Asks for the cache lines that begin within `bytes` bytes from `p`, which may point anywhere: prefetching
+// never faults.
 inline void prefetch_lines(const void* p, int64_t bytes) {
   for (int64_t offset = 0; offset < bytes; offset += kLineBytes) {
     __builtin_prefetch(static_cast<const char*>(p) + offset, 0, 2);
   }
+}
+
+// The same of the `piece`-th of many pieces, of which those smaller than a line ask once a line.
+inline void prefetch_piece(const void* p, int bytes, int piece) {
+  if (bytes >= kLineBytes || (piece * bytes) % kLineBytes == 0) prefetch_lines(p, bytes);
 }
 
 template <class T>

@@ -34,6 +34,15 @@ typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
+// The bits of a number, taken for another type.
+template <class To, class From>
+inline To bits_as(From x) {
+  static_assert(sizeof(To) == sizeof(From), "of one size");
+  To to;
+  std::memcpy(&to, &x, sizeof to);
+  return to;
+}
+
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }

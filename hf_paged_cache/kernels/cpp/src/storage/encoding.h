@@ -127,13 +127,11 @@ inline void pack_nibbles(const uint8_t* codes, int64_t dim, uint8_t* out) {
 inline void store_fp8(const float* x, int64_t count, float inverse_scale, uint8_t* out) {
   for (int64_t i = 0; i < count; ++i) {
     const float scaled = std::min(std::max(x[i] * inverse_scale, -448.0f), 448.0f);
-    uint32_t bits, small;
-    std::memcpy(&bits, &scaled, sizeof bits);
+    const uint32_t bits = bits_as<uint32_t>(scaled);
     const uint32_t size = bits & 0x7fffffffu;
     const uint32_t normal = (size - (120u << 23) + 0x7ffffu + ((size >> 20) & 1u)) >> 20;
     // Adding 2^14 leaves a subnormal in units of 2^-9 in the low bits, rounded by the adder.
-    const float shifted = std::fabs(scaled) + 16384.0f;
-    std::memcpy(&small, &shifted, sizeof small);
+    const uint32_t small = bits_as<uint32_t>(std::fabs(scaled) + 16384.0f);
     out[i] = static_cast<uint8_t>((size < (121u << 23) ? small & 0xffu : normal) | (bits >> 24 & 0x80u));
   }
 }

@@ -53,20 +53,34 @@ struct Piece {
   }
 };
 
-// The least status of all threads that is no success.
-class Outcome {
- public:
-  void add(int status) {
-    int known = status_.load();
+// Calls f(i), which returns a status, for i < count, by several threads if that is worth it. Pieces of unlike
+// size are given out one by one. Returns the least status that is no success.
+template <bool kAlike, class F>
+int for_each(int64_t count, int64_t threads, [[maybe_unused]] bool is_much, F f) {
+  std::atomic<int> worst{kOk};
+  const auto work = [&](int64_t i) {
+    const int status = f(i);
+    int known = worst.load();
     while (status != kOk && (known == kOk || status < known)) {
-      if (status_.compare_exchange_weak(known, status)) return;
+      if (worst.compare_exchange_weak(known, status)) return;
     }
+  };
+  [[maybe_unused]] const bool parallel = is_much && threads > 1 && count > 1;
+#pragma omp parallel num_threads(static_cast<int>(threads)) if (parallel)
+  if constexpr (kAlike) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count; ++i) work(i);
+  } else {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; ++i) work(i);
   }
-  int status() const { return status_.load(); }
+  return worst.load();
+}
 
- private:
-  std::atomic<int> status_{kOk};
-};
+// Numbers in so many tokens of all heads.
+int64_t values_of(const Blocks& blocks, int64_t tokens) {
+  return tokens * blocks.kv_heads * (blocks.keys.dim + blocks.values.dim);
+}
 
 // K or V of a layer, and the tokens of it that are not in blocks.
 struct BothPlaces {
@@ -79,16 +93,14 @@ std::array<BothPlaces, 2> sides_of(const Blocks& blocks, const Tokens& tokens) {
   return {{{blocks.keys, tokens.keys, kUnstorableKeys}, {blocks.values, tokens.values, kUnstorableValues}}};
 }
 
-// Some tokens of one head, strides in elements.
 template <class Type>
-void copy_tokens(Type* to, int64_t to_stride, const Type* from, int64_t from_stride, int64_t tokens,
-                 int64_t dim) {
+void copy_tokens(Vectors<Type> to, Vectors<Type> from, int64_t tokens, int64_t dim) {
   const std::size_t bytes = static_cast<std::size_t>(dim) * sizeof(Type);
-  if (to_stride == dim && from_stride == dim) {
-    std::memcpy(to, from, static_cast<std::size_t>(tokens) * bytes);
+  if (to.stride == dim && from.stride == dim) {
+    std::memcpy(to.first, from.first, static_cast<std::size_t>(tokens) * bytes);
     return;
   }
-  for (int64_t i = 0; i < tokens; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, bytes);
+  for (int64_t t = 0; t < tokens; ++t) std::memcpy(to[t], from[t], bytes);
 }
 
 // Whether all are finite and small enough. NaN fails every comparison.
@@ -146,18 +158,17 @@ __attribute__((noinline)) void decode_one(const Stored& s, int64_t slot, const R
   if (is_rotated(s.codec)) unrotate(room.tokens, s.dim);
 }
 
-// Tokens [slot, slot + tokens) of one side of a record, from tokens `stride` elements apart.
+// Tokens [slot, slot + tokens) of one side of a record become what `x` holds.
 template <class Element>
-int encode(const Stored& s, int64_t slot, int64_t tokens, const typename Element::Type* from,
-           int64_t stride) {
+int encode(const Stored& s, int64_t slot, int64_t tokens, Vectors<typename Element::Type> x) {
   static thread_local Scratch scratch;
   const bool whole = !is_per_token(s.codec);
   const Room room = Room::of(scratch, s.dim, whole ? tokens : 1);
   if (room.tokens == nullptr) return kOutOfMemory;
   for (int64_t t = 0; t < tokens; ++t) {
-    float* x = room.padded(whole ? t : 0);
-    for (int64_t i = 0; i < s.dim; ++i) x[i] = Element::to_float(from[t * stride + i]);
-    encode_one(s, slot + t, x, room);
+    float* wide = room.padded(whole ? t : 0);
+    for (int64_t i = 0; i < s.dim; ++i) wide[i] = Element::to_float(x[t][i]);
+    encode_one(s, slot + t, wide, room);
   }
   if (whole) encode_together(s, room);
   return kOk;
@@ -165,16 +176,16 @@ int encode(const Stored& s, int64_t slot, int64_t tokens, const typename Element
 
 // The way back; what comes out is not rotated.
 template <class Element>
-int decode(const Stored& s, int64_t slot, int64_t tokens, typename Element::Type* to, int64_t stride) {
+int decode(const Stored& s, int64_t slot, int64_t tokens, Vectors<typename Element::Type> x) {
   static thread_local Scratch scratch;
   const Room room = Room::of(scratch, s.dim, 1);
   if (room.tokens == nullptr) return kOutOfMemory;
   widen_block_params(s, room.params);
   for (int64_t t = 0; t < tokens; ++t) {
-    const float* x = room.padded(0);
+    const float* wide = room.padded(0);
     decode_one(s, slot + t, room);
     for (int64_t i = 0; i < s.dim; i += kPair) {
-      store_up_to<Element>(to + t * stride + i, Element::lanes_of(x + i), s.dim - i);
+      store_up_to<Element>(x[t] + i, Element::lanes_of(wide + i), s.dim - i);
     }
   }
   return kOk;
@@ -195,21 +206,25 @@ int why_not_written(const Blocks& blocks, const Tokens& fresh, const Piece& p) {
   return kOk;
 }
 
-template <class Element>
-int write_piece(const Blocks& blocks, const Tokens& fresh, const Piece& p) {
+// One piece into blocks, or out of them; what is not stored is read as zeros.
+template <class Element, bool kWrites>
+int move_piece(const Blocks& blocks, const Tokens& outside, const Piece& p) {
   using Type = typename Element::Type;
-  if (p.entry == kNullBlock) return kOk;
-  const bool encodes = has_records(blocks) && p.entry >= 0;
+  if (kWrites && p.entry == kNullBlock) return kOk;
+  if (!is_held(blocks, p.entry)) return kBlockOutOfRange;
+  const bool in_record = has_records(blocks) && p.entry >= 0;
   const int64_t block = has_records(blocks) ? residual_block(p.entry) : p.entry;
-  for (const auto& [side, outside, _] : sides_of(blocks, fresh)) {
-    const Type* from = at<const Type>(outside, p.b, p.h, p.from - fresh.start);
-    const int64_t stride = side.pool.token_stride;
-    if (!encodes) {
-      copy_tokens(at<Type>(side.pool, block, p.h, p.slot), stride, from, outside.token_stride, p.tokens(),
-                  side.dim);
-    } else if (const int status = encode<Element>(stored_in(blocks, side, record_at(blocks, p.entry, p.h)),
-                                                  p.slot, p.tokens(), from, outside.token_stride)) {
-      return status;
+  for (const auto& [side, tokens, _] : sides_of(blocks, outside)) {
+    const Vectors<Type> x = {at<Type>(tokens, p.b, p.h, p.from - outside.start), tokens.token_stride};
+    if (p.entry == kNullBlock) {
+      std::memset(x.first, 0, static_cast<std::size_t>(p.tokens() * side.dim) * sizeof(Type));
+    } else if (in_record) {
+      const Stored s = stored_in(blocks, side, record_at(blocks, p.entry, p.h));
+      const auto convert = kWrites ? encode<Element> : decode<Element>;
+      if (const int status = convert(s, p.slot, p.tokens(), x)) return status;
+    } else {
+      const Vectors<Type> inside = {at<Type>(side.pool, block, p.h, p.slot), side.pool.token_stride};
+      copy_tokens(kWrites ? inside : x, kWrites ? x : inside, p.tokens(), side.dim);
     }
   }
   return kOk;
@@ -219,69 +234,27 @@ int write_piece(const Blocks& blocks, const Tokens& fresh, const Piece& p) {
 template <class Element>
 int write(const Blocks& blocks, const Tokens& fresh) {
   const int64_t end = fresh.start + fresh.tokens, pieces = Piece::count(blocks, fresh.start, end);
-  const int64_t bytes = blocks.batch * fresh.tokens * blocks.kv_heads *
-                        (blocks.keys.dim + blocks.values.dim) *
-                        static_cast<int64_t>(sizeof(typename Element::Type));
-  const bool checks = has_records(blocks);
-  [[maybe_unused]] const bool parallel =
-      fresh.threads > 1 && bytes >= (checks ? kParallelCodes : kParallelCopyBytes);
+  const int64_t bytes =
+      values_of(blocks, blocks.batch * fresh.tokens) * static_cast<int64_t>(sizeof(typename Element::Type));
   const auto piece = [&](int64_t i) { return Piece(blocks, i, fresh.start, end); };
-  Outcome checked, written;
-  if (!checks) {
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(fresh.threads)) if (parallel)
-    for (int64_t i = 0; i < pieces; ++i) {
-      const Piece p = piece(i);
-      const bool is_fine = p.entry == kNullBlock || is_held(blocks, p.entry);
-      written.add(is_fine ? write_piece<Element>(blocks, fresh, p) : kBlockOutOfRange);
-    }
-    return written.status();
-  }
-#pragma omp parallel num_threads(static_cast<int>(fresh.threads)) if (parallel)
-  {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < pieces; ++i) checked.add(why_not_written<Element>(blocks, fresh, piece(i)));
-    if (checked.status() == kOk) {
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < pieces; ++i) written.add(write_piece<Element>(blocks, fresh, piece(i)));
-    }
-  }
-  return checked.status() == kOk ? written.status() : checked.status();
+  const auto move = [&](int64_t i) { return move_piece<Element, true>(blocks, fresh, piece(i)); };
+  if (!has_records(blocks)) return for_each<true>(pieces, fresh.threads, bytes >= kParallelCopyBytes, move);
+  const bool is_much = bytes >= kParallelCodes;
+  const int fault = for_each<true>(pieces, fresh.threads, is_much, [&](int64_t i) {
+    return why_not_written<Element>(blocks, fresh, piece(i));
+  });
+  return fault != kOk ? fault : for_each<false>(pieces, fresh.threads, is_much, move);
 }
 
-template <class Element>
-int gather_piece(const Blocks& blocks, const Tokens& wanted, const Piece& p) {
-  using Type = typename Element::Type;
-  if (!is_held(blocks, p.entry)) return kBlockOutOfRange;
-  for (const auto& [side, outside, _] : sides_of(blocks, wanted)) {
-    Type* to = at<Type>(outside, p.b, p.h, p.from - wanted.start);
-    if (p.entry == kNullBlock) {
-      std::memset(to, 0, static_cast<std::size_t>(p.tokens() * side.dim) * sizeof(Type));
-    } else if (p.entry < kNullBlock) {
-      copy_tokens(to, side.dim, at<const Type>(side.pool, residual_block(p.entry), p.h, p.slot),
-                  side.pool.token_stride, p.tokens(), side.dim);
-    } else if (const int status = decode<Element>(stored_in(blocks, side, record_at(blocks, p.entry, p.h)),
-                                                  p.slot, p.tokens(), to, side.dim)) {
-      return status;
-    }
-  }
-  return kOk;
-}
-
-// Into contiguous rows.
+// To contiguous tensors.
 template <class Element>
 int gather(const Blocks& blocks, const Tokens& wanted) {
   if (wanted.tokens == 0) return kOk;  // tensors of nothing lie nowhere
-  const int64_t end = wanted.start + wanted.tokens, pieces = Piece::count(blocks, wanted.start, end);
-  [[maybe_unused]] const bool parallel =
-      wanted.threads > 1 && pieces > 1 &&
-      blocks.batch * blocks.kv_heads * wanted.tokens * (blocks.keys.dim + blocks.values.dim) >=
-          kParallelCodes;
-  Outcome outcome;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(wanted.threads)) if (parallel)
-  for (int64_t i = 0; i < pieces; ++i) {
-    outcome.add(gather_piece<Element>(blocks, wanted, Piece(blocks, i, wanted.start, end)));
-  }
-  return outcome.status();
+  const int64_t end = wanted.start + wanted.tokens;
+  const bool is_much = values_of(blocks, blocks.batch * wanted.tokens) >= kParallelCodes;
+  return for_each<false>(Piece::count(blocks, wanted.start, end), wanted.threads, is_much, [&](int64_t i) {
+    return move_piece<Element, false>(blocks, wanted, Piece(blocks, i, wanted.start, end));
+  });
 }
 
 // Residual blocks to records, or back: residual[i] and ids[i] belong together.
@@ -289,24 +262,18 @@ template <class Element, bool kSeals>
 int convert(const Blocks& blocks, const int64_t* residual, const int64_t* ids, int64_t count,
             int64_t threads) {
   using Type = typename Element::Type;
-  const int64_t pieces = count * blocks.kv_heads, size = blocks.block_size;
-  [[maybe_unused]] const bool parallel =
-      threads > 1 && pieces * size * (blocks.keys.dim + blocks.values.dim) >= kParallelCodes;
-  Outcome outcome;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(threads)) if (parallel)
-  for (int64_t i = 0; i < pieces; ++i) {
-    const int64_t h = i % blocks.kv_heads;
-    for (const Side& side : {blocks.keys, blocks.values}) {
-      Type* x = at<Type>(side.pool, residual[i / blocks.kv_heads], h, 0);
-      const Stored s = stored_in(blocks, side, record_at(blocks, ids[i / blocks.kv_heads], h));
-      if constexpr (kSeals) {
-        outcome.add(encode<Element>(s, 0, size, x, side.pool.token_stride));
-      } else {
-        outcome.add(decode<Element>(s, 0, size, x, side.pool.token_stride));
-      }
+  const bool is_much = values_of(blocks, count * blocks.block_size) >= kParallelCodes;
+  return for_each<false>(count * blocks.kv_heads, threads, is_much, [&](int64_t i) {
+    const int64_t h = i % blocks.kv_heads, which = i / blocks.kv_heads;
+    int status = kOk;
+    for (const Side* side : {&blocks.keys, &blocks.values}) {
+      const Vectors<Type> x = {at<Type>(side->pool, residual[which], h, 0), side->pool.token_stride};
+      const Stored s = stored_in(blocks, *side, record_at(blocks, ids[which], h));
+      const auto convert_side = kSeals ? encode<Element> : decode<Element>;
+      if (status == kOk) status = convert_side(s, 0, blocks.block_size, x);
     }
-  }
-  return outcome.status();
+    return status;
+  });
 }
 
 }  // namespace
@@ -339,12 +306,11 @@ PAGED_EXPORT int paged_decode_blocks(const Blocks* blocks, const int64_t* residu
 // source.
 PAGED_EXPORT void paged_copy_blocks(char* pool, int64_t block_bytes, const int64_t* source,
                                     const int64_t* target, int64_t count, int64_t threads) {
-  [[maybe_unused]] const bool parallel = threads > 1 && count * block_bytes >= kParallelCopyBytes;
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (parallel)
-  for (int64_t i = 0; i < count; ++i) {
+  for_each<true>(count, threads, count * block_bytes >= kParallelCopyBytes, [&](int64_t i) {
     std::memcpy(pool + target[i] * block_bytes, pool + source[i] * block_bytes,
                 static_cast<std::size_t>(block_bytes));
-  }
+    return static_cast<int>(kOk);
+  });
 }
 
 }  // namespace paged
