@@ -12,20 +12,25 @@ TORCH ?= torch==2.13.0
 SITE := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-slow test-oldest sanitize check aot format bench docs clean
+PYTEST := -m pytest -n auto --dist worksteal
+
+.PHONY: demo test test-full test-slow test-oldest sanitize check structure aot format bench docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m eval
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow and not full"
 
-test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
+# All that `make test` leaves out: whole cross products, long lists, trained models, notebooks.
+test-full: $(VENV)/.ready
+	$(BIN)/python $(PYTEST) -m "slow or full"
+
+test-slow: test-full
 
 # The contracts with transformers and Triton, on their oldest supported versions.
 test-oldest: $(OLDEST_VENV)/.ready
-	$(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" \
+	$(OLDEST_VENV)/bin/python $(PYTEST) -m "not slow and not full" \
 		tests/host tests/attention tests/cases tests/cache/test_quantized_cache.py tests/cache/test_fork.py \
 		tests/store/test_key_guard.py tests/kernels/test_triton.py tests/kernels/test_triton_quantized.py \
 		tests/forward/test_left_padding.py tests/forward/test_positions.py tests/eval/test_zoo_subset.py \
@@ -41,6 +46,10 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Rooms, floors, import chains and sizes, in numbers that have limits.
+structure: $(VENV)/.ready
+	$(BIN)/python -m dev.structure
 
 # Compiles the GPU kernels for all architectures, which needs no GPU.
 aot: $(VENV)/.ready

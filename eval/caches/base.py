@@ -45,10 +45,10 @@ def restore_attention(model: Any) -> None:
 
 def tensor_bytes(cache: Any) -> KvBytes:
     """The bytes of all tensors that the layers of a stock cache hold, each storage counted once."""
-    seen: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for layer in cache.layers:
         for tensor in plain_tensors(tuple(vars(layer).values())):
             storage = tensor.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
-    total = sum(seen.values())
+            sizes[storage.data_ptr()] = storage.nbytes()
+    total = sum(sizes.values())
     return KvBytes(total, total, {"tensor_bytes": total})

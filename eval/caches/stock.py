@@ -38,9 +38,9 @@ def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
 
 def _copied(cache: Any) -> Any:
     """A cache of the same keys and values: these layers put new ones in their place and write into none."""
-    twin = copy.copy(cache)
-    twin.layers = [_copied_layer(layer) for layer in cache.layers]
-    return twin
+    copied = copy.copy(cache)
+    copied.layers = [_copied_layer(layer) for layer in cache.layers]
+    return copied
 
 
 def _copied_layer(layer: Any) -> Any:

@@ -78,8 +78,8 @@ def _main(rows: Sequence[Row]) -> Grid:
     headings = [column.heading.replace("/ ", "/") for column in COLUMNS]
     headings[1] = score_heading(rows) or headings[1]
     lines = cells(rows)
-    said = [index for index in range(len(headings)) if any(line[index] != NOTHING for line in lines)]
-    return Grid([headings[index] for index in said], [[line[index] for index in said] for line in lines])
+    kept = [index for index in range(len(headings)) if any(line[index] != NOTHING for line in lines)]
+    return Grid([headings[index] for index in kept], [[line[index] for index in kept] for line in lines])
 
 
 def _meanings(run: Run) -> list[tuple[str, str]]:

@@ -169,16 +169,16 @@ def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iter
     Those that would be answered alike, or named alike, come once.
     """
     room -= _ids(loaded, HEAD).shape[1]
-    seen: set[str] = set()
+    taken: set[str] = set()
     for entry in entries:
         question = _question(loaded, entry)
         is_long = question.ids.shape[1] + question.answer_tokens > _QUESTION_TOKENS
-        if is_long or seen & {entry.name, entry.answer}:
+        if is_long or taken & {entry.name, entry.answer}:
             continue
         room -= _ids(loaded, entry.text).shape[1]
         if room < 0:
             return
-        seen |= {entry.name, entry.answer}
+        taken |= {entry.name, entry.answer}
         yield entry
 
 
@@ -200,7 +200,7 @@ def _ask(
     ids = torch.cat([catalogue, question.ids], dim=1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     (tokens,) = generate(loaded, inputs, cache, question.answer_tokens)
-    said = loaded.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-    words = " ".join(said.split()[: len(sample.reference.split())]).rstrip(".")
+    answer = loaded.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    words = " ".join(answer.split()[: len(sample.reference.split())]).rstrip(".")
     values = {**sample.facts, "exact": float(words == sample.reference)}
-    return Answer(sample.id, said, sample.reference, tuple(tokens), values)
+    return Answer(sample.id, answer, sample.reference, tuple(tokens), values)

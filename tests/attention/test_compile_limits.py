@@ -58,7 +58,7 @@ def test_generation_past_the_rows_capacity_is_refused_before_the_step() -> None:
     model = model_of("llama")
     cache = static_cache(model, capacity=32)
     with pytest.raises(PoolExhausted, match=r"33 tokens in each of 2 rows.*max_tokens=66"):
-        generate(model, cache, prompt(), max_new_tokens=30, compile_config=compile_config())
+        generate(model, cache, prompt(tokens=29), max_new_tokens=30, compile_config=compile_config())
     assert cache.get_seq_length() == 32
     cache.check_integrity()
 

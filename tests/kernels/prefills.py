@@ -80,6 +80,14 @@ PREFILLS = (
     ),
 )
 
+QUICK_PREFILLS = frozenset((
+    *("plain", "one_fresh_token", "history_begins_inside_a_block", "v_larger", "not_causal"),
+    *("window_into_history", "softcap_window_sinks", "bool_per_head", "left_padding_window"),
+    *("sees_only_history", "sees_nothing_but_sinks", "bias_softcap", "offsets_small_blocks_window"),
+    *("offsets_end_in_the_fresh_tokens_bias", "mask_and_nulls_and_window"),
+))  # fmt: skip
+"""Names of those that `make test` runs where one takes long: one for each path."""
+
 
 def mask_of(p: Prefill, dtype: torch.dtype, g: torch.Generator) -> torch.Tensor | None:
     history, tokens = p.case.end - p.case.start, p.case.end - p.case.start + p.fresh

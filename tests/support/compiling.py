@@ -19,6 +19,8 @@ from tests.support.models import BLOCK_SIZE, cache_kwarg, shared_model
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, CAPACITY = 2, 64
 PROMPT_TOKENS = 20
+NEW_TOKENS = 4
+"""Three steps beside the prompt: each takes half a second in the interpreter."""
 
 
 def model_of(name: str) -> Any:
@@ -52,7 +54,7 @@ def prompt(rows: int = ROWS, tokens: int = PROMPT_TOKENS) -> dict[str, Any]:
 
 
 def generate(model: Any, cache: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    settings = {"max_new_tokens": 8, "do_sample": False} | options
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
     tokens: torch.Tensor = model.generate(**inputs, **settings, **{cache_kwarg(): cache})
     return tokens
 
