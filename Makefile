@@ -60,7 +60,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m eval.bench
+	$(BIN)/python -m eval bench
 
 # The API reference, into build/docs.
 docs: $(VENV)/.docs-ready

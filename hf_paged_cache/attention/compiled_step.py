@@ -15,11 +15,10 @@ import torch
 
 from hf_paged_cache.errors import CacheMismatchError
 from hf_paged_cache.kernels.autocast import as_attended
-from hf_paged_cache.store.static_group import StaticGroup
 
 if TYPE_CHECKING:
     from hf_paged_cache.kernels.call import StaticBlocks
-    from hf_paged_cache.store.layer_group import LayerGroup
+    from hf_paged_cache.store.static_group import StaticGroup
 
     from .attention_call import AttentionCall
 
@@ -38,7 +37,7 @@ _last: list[_Updated] = []
 
 
 def update_static(
-    group: LayerGroup | None,
+    group: StaticGroup | None,
     layer_idx: int,
     key_states: torch.Tensor,
     value_states: torch.Tensor,
@@ -66,7 +65,7 @@ def update_static(
         CacheMismatchError: There are no rows, some layers were left behind, shape or dtype do not fit what
             the cache holds, or a gradient is wanted.
     """
-    if not isinstance(group, StaticGroup) or layer_idx not in group.static_blocks:
+    if group is None or layer_idx not in group.static_blocks:
         refuse(
             "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
             "call the model itself for it (`generate` does, unless `prefill_chunk_size` is given)"

@@ -12,9 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.host import architectures
 
-from . import convert
 from .arguments import as_count
-from .state_dict import as_state_dict, load
 
 if TYPE_CHECKING:
     from hf_paged_cache.forward.recurrent_state import HostParts
@@ -86,12 +84,16 @@ class CacheTools:
         Raises:
             PagedCacheError: The other has layers that do not fit the model.
         """
+        from . import convert
+
         paged = cls(config_or_model, **settings)  # type: ignore[call-arg]  # of the class that mixes this in
         convert.copy_into(paged, other)
         return paged
 
     def to_dynamic_cache(self) -> DynamicCache:
         """A `DynamicCache` with the same contents, in dense tensors of its own."""
+        from . import convert
+
         self._settled("to_dynamic_cache")
         return convert.to_dynamic(self, self._config.get_text_config(decoder=True))
 
@@ -102,6 +104,8 @@ class CacheTools:
         model with the same settings takes it in, bit for bit. Nothing is in it but this cache's own tokens;
         blocks that share a scale over many tokens keep it as it is after a crop into them.
         """
+        from .state_dict import as_state_dict
+
         return as_state_dict(self._movable("state_dict"), self._hosts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -114,6 +118,8 @@ class CacheTools:
             PagedCacheError: They are of another model, of other settings, or damaged.
             PoolExhausted: They do not fit into the pool.
         """
+        from .state_dict import load
+
         load(self._movable("load_state_dict"), self._hosts, self.layers, state_dict)
 
     # --- the text in the cache ------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.kernels.autocast import as_attended
 from hf_paged_cache.store.pool_tensors import NewTokens
-from hf_paged_cache.store.static_group import StaticGroup
 
 if TYPE_CHECKING:
     from hf_paged_cache.forward.state import CacheState
@@ -90,7 +89,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         if torch.compiler.is_compiling():
             if state.traits.can_be_static and state.would_be_static(key_states.device):
                 return compiled_step.update_static(
-                    state.layer_groups.of(self.layer_idx) if state.rows.batch else None,
+                    state.layer_groups.static_of(self.layer_idx) if state.rows.batch else None,
                     self.layer_idx,
                     key_states,
                     value_states,
@@ -189,8 +188,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def length_tensor(self) -> torch.Tensor:
         """Tokens of a static row, as the device knows it; the host does not wait for it."""
-        group = self._state.layer_groups.of(self.layer_idx)
-        assert isinstance(group, StaticGroup), "the groups of a static cache are static"
+        group = self._state.layer_groups.static_of(self.layer_idx)
+        assert group is not None, "the groups of a static cache are static"
         return group.length_tensor(self.layer_idx)
 
     def get_max_length(self) -> int:

@@ -33,9 +33,8 @@ from hf_paged_cache.kernels import dispatch
 from .arguments import as_count, as_rows
 from .editing import CacheTools
 from .host_contract import HostContract
-from .hybrid_layer import PagedIndexedLayer
 from .layer import PagedLayer, refuse_to_move
-from .layers import can_be_static, check_layers, make_layer
+from .layers import PagedIndexedLayer, can_be_static, check_layers, make_layer
 from .legacy_names import DeprecatedReads
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_paged_cache.errors import CacheMismatchError
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 
 from .ownership import owner_after
 
@@ -61,3 +61,12 @@ class Caller:
         """
         rows.owner = owner_after(rows.owner, call, tokens)
         self._root = call.root
+
+
+def check_reading(call: ModelCall, *, is_warm: bool) -> None:
+    """Raise PagedCacheError if `generate` was told not to use a cache that holds something."""
+    if call.use_cache is False and call.is_generating and is_warm:
+        raise PagedCacheError(
+            "generate(use_cache=False) would feed the whole text at every step, on top of what the cache "
+            "holds. Leave `use_cache` away, or pass `cache.frozen()` to generate without changing this cache"
+        )

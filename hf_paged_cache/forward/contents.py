@@ -19,7 +19,8 @@ from hf_paged_cache.store.pool_tensors import NewTokens
 from .rows import Rows
 
 if TYPE_CHECKING:
-    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+    from hf_paged_cache.config import PagedCacheConfig
+    from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
     from hf_paged_cache.store.holder import Restore
     from hf_paged_cache.store.layer_group import LayerGroup

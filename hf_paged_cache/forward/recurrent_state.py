@@ -17,7 +17,7 @@ import torch
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 from hf_paged_cache.host import architectures
 
-from .state import check_reading
+from .caller import check_reading
 from .token_ids import UncountedText
 from .undo import Undo
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, UnstorableValueError
+from hf_paged_cache.errors import CacheMismatchError, UnstorableValueError
 from hf_paged_cache.host import running_forward
 from hf_paged_cache.kernels import dispatch
 
-from .caller import Caller
+from .caller import Caller, check_reading
 from .contents import Contents
 from .equal_rows import EqualRows
 from .left_padding import Forward, NotedMask
@@ -26,7 +26,8 @@ from .step import Step, no_new_tokens
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+    from hf_paged_cache.config import PagedCacheConfig
+    from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.layer_groups import LayerGroups
     from hf_paged_cache.store.pool_tensors import NewTokens
@@ -539,15 +540,6 @@ class CacheState(Contents):
             return padding
         forward = Forward.of(noted, start, new, call)
         return padding.after(forward, leaves_out=not self.would_be_static(device))
-
-
-def check_reading(call: ModelCall, *, is_warm: bool) -> None:
-    """Raise PagedCacheError if `generate` was told not to use a cache that holds something."""
-    if call.use_cache is False and call.is_generating and is_warm:
-        raise PagedCacheError(
-            "generate(use_cache=False) would feed the whole text at every step, on top of what the cache "
-            "holds. Leave `use_cache` away, or pass `cache.frozen()` to generate without changing this cache"
-        )
 
 
 def _unknown_end(step: Step) -> str:

@@ -14,7 +14,8 @@ from .device.memory import free_memory_bytes, total_memory_bytes
 if TYPE_CHECKING:
     import torch
 
-    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+    from hf_paged_cache.config import PagedCacheConfig
+    from hf_paged_cache.host.architectures import LayerSpec
 
     from .pool_tensors import PoolShape
     from .precision import Precision

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, Moves
+from hf_paged_cache.blocks.block import NULL_BLOCK
+from hf_paged_cache.blocks.block_manager import BlockManager
+from hf_paged_cache.blocks.dense_blocks import DenseBlocks, Moves
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, format_name, with_keys_in_int8
 from hf_paged_cache.kernels.call import LayerBlocks
@@ -24,7 +26,8 @@ from .pool_tensors import LayerPool, PoolShape, split_pairs
 from .saved import SavedGroup, SavedLayer
 
 if TYPE_CHECKING:
-    from hf_paged_cache.config import KeyErrorGuard, LayerSpec
+    from hf_paged_cache.config import KeyErrorGuard
+    from hf_paged_cache.host.architectures import LayerSpec
 
     from .precision import Precision
     from .window_store import WindowStore

@@ -21,7 +21,8 @@ from .window_store import WindowStore
 if TYPE_CHECKING:
     import torch
 
-    from hf_paged_cache.config import LayerSpec, PagedCacheConfig
+    from hf_paged_cache.config import PagedCacheConfig
+    from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
 
     from .holder import RunningStep
@@ -75,6 +76,10 @@ class LayerGroups:
     def of(self, layer_idx: int) -> LayerGroup:
         """The group that a layer belongs to (only when there are groups)."""
         return self._by_window[self.specs[layer_idx].window]
+
+    def static_of(self, layer_idx: int) -> StaticGroup | None:
+        """The same where rows have all their blocks; None if they have not, or there are none."""
+        return cast("StaticGroup", self.of(layer_idx)) if self.is_static and self._by_window else None
 
     def layer_dtypes(self) -> dict[int, str]:
         """Layer index -> name of the format that it is stored in now."""
@@ -350,11 +355,12 @@ class LayerGroups:
         layer = next(layer for group in saved.groups for layer in group.layers.values())
         new = NewTokens(saved.batch, first_tokens, PoolShape.of(layer.keys, layer.values))
         self.open_rows(new, keep_history=saved.record_past, would_be_static=lambda device: False)
-        for part in saved.groups:
-            group, count = self._by_window[part.window], part.num_blocks
+        for saved_group in saved.groups:
+            window, count = saved_group.window, saved_group.num_blocks
+            group = self._by_window[window]
             # With more history than its windows need, it may want more than they do. And what a pool of this
             # cache had room for, made for more rows maybe, another one takes as well.
-            if not self._provide(group, count, before.get(part.window, 0)):
+            if not self._provide(group, count, before.get(window, 0)):
                 free = group.store.num_available
                 raise PoolExhausted(
                     f"state_dict holds {count} blocks of {group.block_size} tokens, and the pool has {free} "
@@ -363,7 +369,7 @@ class LayerGroups:
                     free_blocks=free,
                     block_size=group.block_size,
                 )
-            group.import_(part, saved.length)
+            group.import_(saved_group, saved.length)
             self.blocks |= group.blocks
 
     def save(self) -> Saved:

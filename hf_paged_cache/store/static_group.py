@@ -24,7 +24,7 @@ from .layer_group import LayerGroup
 if TYPE_CHECKING:
     import weakref
 
-    from hf_paged_cache.config import LayerSpec
+    from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
 
     from .pool_tensors import PoolShape

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
-from hf_paged_cache.blocks import BlockPool
+from hf_paged_cache.blocks.block_pool import BlockPool
 
 from .device.streams import Streams
 from .pool_tensors import PoolTensors

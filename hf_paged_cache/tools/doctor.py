@@ -15,7 +15,6 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_paged_cache
-from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import kv_format
@@ -273,6 +272,8 @@ def _rms_ratio(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def _generate(device: torch.device) -> tuple[bool, str]:
     """With a tiny random model, with this cache and with the default one."""
+    from hf_paged_cache.cache.paged_cache import PagedCache
+
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
     config = LlamaConfig(pad_token_id=0, eos_token_id=None, **sizes, **heads)

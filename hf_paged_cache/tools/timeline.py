@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.display.figures import byte_unit, new_figure, written
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.host import compat
@@ -212,6 +211,8 @@ def _process_bytes(device: torch.device) -> int | None:
 
 def holdings_of(cache: Cache) -> Moment:
     """What a cache holds; of a pair for an encoder-decoder both, with the tokens of the decoder."""
+    from hf_paged_cache.cache.paged_cache import PagedCache
+
     if isinstance(cache, EncoderDecoderCache):
         decoder, cross = map(holdings_of, (cache.self_attention_cache, cache.cross_attention_cache))
         blocks = [part.used_blocks for part in (decoder, cross) if part.used_blocks is not None]

@@ -6,7 +6,8 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from eval.rows import AtContext, HeatCell, Metric, Prediction, Row, Run, Spread
+from eval.core.statistics import Spread
+from eval.run.rows import AtContext, HeatCell, Metric, Prediction, Row, Run
 
 MIB = 2**20
 BITS = {

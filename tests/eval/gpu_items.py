@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.gpu.device import Device
+from eval.core.hardware import Device
 from eval.gpu.items import Record
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -11,23 +12,25 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from eval.bench import attention_step, blocks, kernel_tests, layer_stacks, readers, registry, table, workload
-from eval.bench.attention_step import _Effort
+from eval.bench import blocks, kernel_tests, readers, registry
 from eval.bench.cli import app
-from eval.bench.context import Context
+from eval.bench.context import Bench, Context
 from eval.bench.kernel_tests import Outcome
-from eval.bench.layer_stacks import Case, Shape
+from eval.bench.layers import attention_step, layer_stacks
+from eval.bench.layers.layer_stacks import Case, Shape
+from eval.bench.models import memory, workload
 from eval.bench.readers import Reader
-from eval.bench.results import Bound, Column, Result, Row, WrongAnswer, fixed
-from eval.bench.timing import Contender, Timings, interleave
+from eval.core import table
+from eval.core.hardware import CPU, TOY, Device
+from eval.core.table import Bound, Column, Result, Row, WrongAnswer, fixed
+from eval.core.timing import Contender, Timings, interleave
 
 TINY = Shape("tiny", 4, 2, 16)
 
 
 @pytest.fixture
 def small_l3(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (readers, layer_stacks):
-        monkeypatch.setattr(module, "l3_bytes", lambda: 32 << 10)
+    monkeypatch.setattr(Device, "cache_bytes", lambda self: 32 << 10)
 
 
 @pytest.fixture
@@ -167,7 +170,7 @@ def test_a_case_is_checked_and_measured_and_leaves_the_caches_as_long_as_they_we
     filled = layer_stacks.filled
     monkeypatch.setattr(layer_stacks, "filled", lambda case: kept.extend(filled(case)) or kept)
     reader = Reader("reader", 1000, lambda: sum(range(100)))
-    row = attention_step.measure(case, reader, _Effort(budget_s=0.0, min_rounds=2))
+    row = attention_step.measure(case, reader, budget_s=0.0, min_rounds=2)
     assert row.cells["rounds"] == 2
     assert row.cells["layers"] == case.layers
     assert 0.0 <= float(row.cells["error"] or 0.0) <= attention_step.TOLERANCE[dtype]
@@ -193,7 +196,25 @@ def test_a_wrong_attention_is_refused_before_anything_is_timed(
     with pytest.raises(
         WrongAnswer, match=r"paged cache, tiny, batch 1, float32, 70 tokens: RMS error ratio 1\.0e-02"
     ):
-        attention_step.measure(Case(TINY, 1, torch.float32, 70), Reader("r", 1, int), _Effort(0.0, 1))
+        attention_step.measure(Case(TINY, 1, torch.float32, 70), Reader("r", 1, int), 0.0, 1)
+
+
+@pytest.mark.parametrize("kernel", ["write", "decode"])
+def test_kernels_that_write_nothing_or_attend_wrongly_are_refused(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "torch")
+    case = Case(TINY, 2, torch.bfloat16, 70, device=TOY)
+    rows = attention_step.measure_kernels(case, copy_bytes=1 << 16, budget_s=0.0)
+    assert [row.cells["kernel"] for row in rows] == ["blocks", "masked", "sdpa"]
+    right = layer_stacks.dispatch.decode
+    broken = {
+        "write": lambda *args: None,
+        "decode": lambda *args: (1.01 * right(*args)[0], None),
+    }
+    monkeypatch.setattr(layer_stacks.dispatch, kernel, broken[kernel])
+    with pytest.raises(WrongAnswer, match=r"blocks, tiny, batch 2, bfloat16, 70 tokens: "):
+        attention_step.measure_kernels(case, copy_bytes=1 << 16, budget_s=0.0)
 
 
 def test_the_dynamic_cache_is_contiguous_again_after_tokens_are_taken_back(small_l3: None) -> None:
@@ -208,10 +229,10 @@ def test_bytes_and_layers_of_a_case_cover_four_times_the_last_level_cache(
 ) -> None:
     case = Case(Shape("SmolLM2-135M", 9, 3, 64), 1, torch.float32, 512)
     assert case.kv_bytes == 2 * 3 * 512 * 64 * 4
-    assert case.kv_bytes * case.layers >= 4 * readers.l3_bytes()
+    assert case.kv_bytes * case.layers >= 4 * CPU.cache_bytes()
     large = Case(Shape("Llama-3-8B", 32, 8, 128), 8, torch.float32, 8192)
     for mebibytes, layers in ((32, 2), (384, 3)):
-        monkeypatch.setattr(layer_stacks, "l3_bytes", lambda size=mebibytes: size << 20)
+        monkeypatch.setattr(Device, "cache_bytes", lambda self, size=mebibytes: size << 20)
         assert large.layers == layers
 
 
@@ -236,11 +257,12 @@ def test_bookkeeping_has_a_row_for_each_operation_with_ratios_to_the_smallest_po
 ) -> None:
     monkeypatch.setattr(blocks, "POOL_SIZES", (16, 32))
     monkeypatch.setattr(blocks, "MIN_BLOCKS_PER_TIMING", 32)
-    result = blocks.run(Context(quick=True))
-    assert [column.key for column in result.columns] == ["operation", "us_at_16", "us_at_32", "ratio_at_32"]
-    for row in result.rows:
+    columns = [column.key for column in blocks._columns()]
+    assert columns == ["operation", "us_at_16", "us_at_32", "ratio_at_32"]
+    rows, _ = blocks.BENCH.measure(Context(quick=True))
+    for row in rows:
         assert row.cells["ratio_at_32"] == float(row.cells["us_at_32"]) / float(row.cells["us_at_16"])
-    assert len({row.cells["operation"] for row in result.rows}) == 5
+    assert len({row.cells["operation"] for row in rows}) == 5
 
 
 # --- whole models -------------------------------------------------------------------------------------------
@@ -275,10 +297,8 @@ def test_using_a_cache_name_switches_the_attention_of_the_model() -> None:
 
 
 def test_the_memory_of_a_paged_generate_is_the_formula_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eval.bench import memory_child
-
     monkeypatch.setattr(workload, "load_model", lambda dtype: (tiny_llama(), "tiny"))
-    measured = {name: memory_child.main(name, 100, 5, 32) for name in ("dynamic", "paged")}
+    measured = {name: memory.peak_of(name, memory.Case(105, 5, 32, ())) for name in ("dynamic", "paged")}
     paged = measured["paged"]
     # 256 positions are 4 blocks of 64 tokens; 2 layers of 2 kv heads of 8 float32.
     assert paged["pool_bytes"] == paged["formula_bytes"] == 2 * 2 * 2 * 8 * 4 * 256
@@ -333,16 +353,16 @@ def test_a_run_prints_header_table_and_summary_and_writes_json(
     assert result.output.index("kernel tests (cpp): 7 passed") < result.output.index("GB/s")
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["environment"]["torch_threads"] == torch.get_num_threads()
-    assert document["kernel_tests"] == green.to_dict()
+    assert document["kernel_tests"] == dataclasses.asdict(green)
     (bench,) = document["results"]
     assert [row["best"] for row in bench["rows"]].count("best") == 1
 
 
 def test_a_wrong_answer_is_exit_code_1_and_no_table(green: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(context: Any) -> Result:
+    def wrong(context: Any) -> Any:
         raise WrongAnswer("paged cache: RMS error ratio 1.0e+00")
 
-    monkeypatch.setitem(registry.BENCHES, "attention", registry.Bench("attention", "", wrong))
+    monkeypatch.setitem(registry.BENCHES, "attention", Bench("attention", "", (), wrong))
     result = CliRunner().invoke(app, ["--only", "attention"])
     assert result.exit_code == 1
     assert result.stderr == "wrong answer, so no speed is reported: paged cache: RMS error ratio 1.0e+00\n"

@@ -9,23 +9,15 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
-from eval.bench import (
-    decode_step,
-    formats_step,
-    kv_bytes,
-    layer_stacks,
-    memory,
-    memory_child,
-    readers,
-    sealing,
-    workload,
-)
 from eval.bench.context import Context
-from eval.bench.layer_stacks import Case, LayerStack, Shape
+from eval.bench.layers import formats_step, layer_stacks
+from eval.bench.layers.layer_stacks import Case, LayerStack, Shape
+from eval.bench.models import decode_step, kv_bytes, memory, sealing, workload
 from eval.bench.readers import Reader
-from eval.bench.results import Row, WrongAnswer
-from eval.bench.timing import STEPS, Timings
 from eval.caches import CacheUnavailable
+from eval.core.hardware import CPU, Device
+from eval.core.table import Row, WrongAnswer
+from eval.core.timing import STEPS, Timings
 from hf_paged_cache import PagedCache
 from hf_paged_cache.store.pool_tensors import LayerPool
 from tests.eval.test_bench import tiny_llama
@@ -52,8 +44,7 @@ def half_cache(layers: int) -> Any:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Context:
-    for module in (readers, layer_stacks):
-        monkeypatch.setattr(module, "l3_bytes", lambda: 16 << 10)
+    monkeypatch.setattr(Device, "cache_bytes", lambda self: 16 << 10)
     monkeypatch.setattr(formats_step, "quantized_cache", lambda config, backend: half_cache(2))
     context = Context(quick=True)
     monkeypatch.setattr(Context, "budget_s", lambda self, seconds: 0.0)
@@ -119,7 +110,7 @@ def test_a_wrong_attention_over_records_is_refused(quick: Context) -> None:
     right = stack.attention
     stack.attention = lambda *args, **kwargs: (1.01 * right(*args, **kwargs)[0], None)
     with torch.no_grad(), pytest.raises(WrongAnswer, match=r"int8 cache, .*: RMS error ratio 1\.0e-02"):
-        formats_step.check_answer(stack)
+        layer_stacks.errors_of([stack], formats_step.TOLERANCE)
 
 
 def test_no_step_of_a_turn_opens_a_block(quick: Context) -> None:
@@ -140,7 +131,7 @@ def test_no_step_of_a_turn_opens_a_block(quick: Context) -> None:
 def test_smaller_contenders_go_round_more_layers() -> None:
     shape = Shape("SmolLM2-135M", 9, 3, 64)
     case = Case(shape, 1, torch.float32, 2048, 4.5)
-    assert case.kv_bytes * 4.5 / 32 * case.layers >= 4 * readers.l3_bytes()
+    assert case.kv_bytes * 4.5 / 32 * case.layers >= 4 * CPU.cache_bytes()
     assert case.layers > Case(shape, 1, torch.float32, 2048).layers
 
 
@@ -178,7 +169,7 @@ def test_speed_is_required_at_8192_tokens(shape: str, form: str, tokens: int, li
 def test_a_decode_step_has_a_row_for_each_format(quick: Context) -> None:
     model = tiny_llama()
     with torch.inference_mode():
-        found = cells(decode_step._measure(quick, model, torch.float32, 192))
+        found = cells(decode_step.measure(quick, model, torch.float32, 192))
     assert list(found) == ["auto", "int8", "int4"]
     held = {name: row["read_mb"] * 1e6 for name, row in found.items()}
     weights = sum(part.nbytes for part in model.parameters())
@@ -186,7 +177,7 @@ def test_a_decode_step_has_a_row_for_each_format(quick: Context) -> None:
     assert weights < held["int4"] < held["auto"]
     assert all(0.0 <= row["error"] <= decode_step.FORMAT_TOLERANCE for row in found.values())
     with torch.inference_mode():
-        found = cells(decode_step._measure(quick, tiny_llama().bfloat16(), torch.bfloat16, 128))
+        found = cells(decode_step.measure(quick, tiny_llama().bfloat16(), torch.bfloat16, 128))
     assert list(found) == ["auto"]
 
 
@@ -210,7 +201,7 @@ def test_sealing_is_checked_and_its_share_is_of_one_token(
     model = tiny_llama()
     monkeypatch.setattr(workload, "new_cache", cache_of_small_heads)
     with torch.inference_mode():
-        row = sealing._measure(quick, model, name, 192)
+        row = sealing.measure(quick, model, name, 192)
     assert row.cells["share_percent"] == pytest.approx(100 / 8 / 64)
     assert row.cells["per_token_us"] == pytest.approx(1e6 / 64)
     assert float(row.cells["error"] or 0.0) <= sealing.TOLERANCE
@@ -229,7 +220,7 @@ def test_a_block_sealed_wrongly_is_refused(quick: Context, monkeypatch: pytest.M
 
     monkeypatch.setattr(LayerPool, "seal", seal)
     with torch.inference_mode(), pytest.raises(WrongAnswer, match="a block sealed in int4"):
-        sealing._measure(quick, tiny_llama(), "int4", 128)
+        sealing.measure(quick, tiny_llama(), "int4", 128)
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -257,7 +248,7 @@ def test_the_memory_of_a_quantized_generate_is_measured_with_its_own_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(workload, "load_model", lambda dtype: (tiny_llama(), "tiny"))
-    measured = memory_child.main("int8", 100, 5, 32)
+    measured = memory.peak_of("int8", memory.Case(105, 5, 32, ()))
     assert measured["kv_bytes"] == 2 * 2 * 2 * 64 * (2 * 8 + 2 * 2)  # 104 tokens are two blocks
     assert "formula_bytes" not in measured
     assert len(measured["tokens"]) == 5
@@ -279,12 +270,12 @@ def test_formats_must_stay_below_the_peak_of_the_dynamic_cache_and_may_generate_
         }
 
     monkeypatch.setattr(memory, "_in_own_process", taken)
-    rows = memory.run(Context(quick=True)).rows
+    rows, _ = memory.BENCH.measure(Context(quick=True))
     assert [[bound.holds for bound in row.bounds] for row in rows] == [[], [True], [True], [False]]
 
 
 def test_a_stack_has_as_many_layers_as_its_cache() -> None:
     case = Case(TINY, 1, torch.float32, 8)
-    stack = LayerStack("stock", case, half_cache(2), lambda *args, **kwargs: (args[2],), None)
+    stack = LayerStack("stock", case, half_cache(2), lambda *args, **kwargs: (args[2],))
     layer_stacks.fill([stack])
     assert stack.layers == 2

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from eval.bench import green, kernel_tests, registry
 from eval.bench.cli import app
+from eval.bench.context import Bench
 from eval.bench.kernel_tests import NotGreen, Outcome, require_green
 
 GREEN = "def test_sum():\n    assert 1 + 1 == 2\n\n\ndef test_product():\n    assert 2 * 2 == 4\n"
@@ -288,7 +289,8 @@ def test_the_bench_prints_no_number_while_tests_are_red(
         raise AssertionError("measured")
 
     monkeypatch.setattr(kernel_tests, "require_green", red)
-    monkeypatch.setitem(registry.BENCHES, "blocks", registry.Bench("blocks", "", measured))
+    monkeypatch.setattr("eval.bench.cli._backend", lambda: ("cpp", None))
+    monkeypatch.setitem(registry.BENCHES, "blocks", Bench("blocks", "", (), measured))
     earlier = tmp_path / "bench.json"
     earlier.write_text("earlier results")
     result = CliRunner().invoke(app, ["--only", "blocks", "--json", str(earlier)])

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from eval import measure
-from eval.measure import HighWaterPeak, SampledPeak, StepTimer, peak_memory
-from eval.models import LoadedModel
+from eval.core import measure
+from eval.core.measure import HighWaterPeak, SampledPeak, StepTimer, peak_memory
+from eval.core.models import LoadedModel
 
 MIB = 2**20
 SLACK = 4 * MIB

@@ -11,12 +11,13 @@ import yaml
 from rich.console import Console
 
 from eval import plots, report
-from eval.errors import UsageError
+from eval.core.errors import UsageError
+from eval.core.statistics import Spread
 from eval.report import numbers
 from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells
 from eval.report.content import document
-from eval.report.markdown import markdown
-from eval.rows import Metric, Prediction, Row, Run, Spread
+from eval.report.render import markdown
+from eval.run.rows import Metric, Prediction, Row, Run
 from tests.eval.fake_runs import ATTACK, BITS, CONTEXTS, FAILED, MISSING, few_rows, full_run
 
 SPREAD = Spread(80.0, 70.0, 95.5, 40)
@@ -190,7 +191,7 @@ def test_numbers_that_are_not_finite_and_odd_line_ends_survive(tmp_path: Path) -
     report.write(run, tmp_path)
     assert report.read(tmp_path) == run
     strict = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert strict["rows"][0]["metrics"][0]["value"] == "inf"
+    assert strict["results"][0]["rows"][0]["metrics"][0]["value"] == "inf"
 
 
 def test_results_hold_the_fields_of_a_run_but_the_answers_and_read_alone(tmp_path: Path) -> None:
@@ -199,9 +200,11 @@ def test_results_hold_the_fields_of_a_run_but_the_answers_and_read_alone(tmp_pat
     path.write_text(report.results_json(run), encoding="utf-8")
     results = json.loads(path.read_text(encoding="utf-8"))
     assert list(results) == [
-        "settings", "source", "environment", "memory_method", "seconds", "processes", "rows", "titles",
+        "environment", "settings", "source", "memory_method", "seconds", "processes", "titles", "results",
     ]  # fmt: skip
-    assert set(results["rows"][0]) == {field.name for field in dataclasses.fields(Row)}
+    (table,) = results["results"]
+    assert table["bench"] == "caches"
+    assert set(table["rows"][0]) == {field.name for field in dataclasses.fields(Row)}
     assert report.read(path) == dataclasses.replace(run, predictions=[])
 
 
@@ -213,7 +216,10 @@ def test_results_hold_the_fields_of_a_run_but_the_answers_and_read_alone(tmp_pat
         ("[1]", "no results of this version"),
         ('{"settings": {}}', "missing 6 required positional arguments"),
         ('{"model_source": "x"}', "Run has no field 'model_source'"),
-        ('{"rows": [{"task": "a", "cache": "b", "identical": 1}]}', "Row has no field 'identical'"),
+        (
+            '{"results": [{"rows": [{"task": "a", "cache": "b", "identical": 1}]}]}',
+            "Row has no field 'identical'",
+        ),
     ],
 )
 def test_a_file_of_something_else_is_refused_by_name(

@@ -10,8 +10,8 @@ import pytest
 from eval import report
 from eval.plots import Picture
 from eval.report.content import NO_PICTURES, document
-from eval.report.html import html
-from eval.rows import Row
+from eval.report.render import html
+from eval.run.rows import Row
 from tests.eval.fake_runs import ATTACK, few_rows, full_run
 
 _VOID = {"meta", "img"}

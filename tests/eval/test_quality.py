@@ -1,4 +1,4 @@
-"""Scores, schemes, bytes and the run of `python -m eval.quality`, on a tiny model with random weights."""
+"""Scores, schemes, bytes and the run of `python -m eval quality`, on a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import Cache
 from transformers.cache_utils import QuantizedLayer
 
 from eval.caches import CacheUnavailable, stock
-from eval.errors import UsageError
-from eval.quality import offset, protocol, schemes, storage, text
-from eval.quality.protocol import Comparison
+from eval.core.errors import UsageError
+from eval.data import text
+from eval.quality import protocol, schemes, storage
+from eval.quality.protocol import Comparison, Score
 from eval.quality.schemes import SCHEMES, Scheme
-from eval.quality.score import Score, log_probabilities
 from tests.eval.conftest import tiny_tokenizer
 from tests.support.models import VOCAB, shared_model
 
@@ -43,7 +43,7 @@ def test_a_score_is_the_divergence_the_agreement_and_the_perplexity_worked_out_b
     full = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).log()
     scheme = torch.tensor([[[0.25, 0.75], [0.8, 0.2]]]).log()
     score = Score()
-    score.add(scheme, log_probabilities(full), torch.tensor([[1]]))  # the last token has no successor
+    score.add(scheme, full, torch.tensor([[1]]))  # the last token has no successor
     divergences = [
         0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75),
         0.9 * math.log(0.9 / 0.8) + 0.1 * math.log(0.1 / 0.2),
@@ -77,7 +77,7 @@ def test_the_reference_is_one_forward_over_the_whole_text(ids: torch.Tensor) -> 
     model = shared_model("llama")
     perplexity = compare(ids, "dynamic").reference.perplexity
     with torch.inference_mode():
-        log_p = log_probabilities(model(ids, past_key_values=DynamicCache(config=model.config)).logits)
+        log_p = model(ids, past_key_values=DynamicCache(config=model.config)).logits.double().log_softmax(-1)
     surprise = -log_p[:, :-1].gather(-1, ids[:, 1:].unsqueeze(-1)).mean()
     assert perplexity == pytest.approx(math.exp(float(surprise)), rel=1e-5)
 
@@ -100,7 +100,7 @@ def test_the_offset_does_not_move_full_precision_and_collapses_what_knows_no_bet
 def test_the_offset_is_in_what_is_stored_and_in_what_attends(name: str) -> None:
     model = shared_model("llama")
     cache = SCHEMES[name].create(model)
-    offset.add_to_keys(cache)
+    protocol.add_to_keys(cache)
     given = torch.zeros(1, KV_HEADS, 3, HEAD_DIM)
     keys, values = cache.update(given, given, 0)
     wanted = torch.zeros(HEAD_DIM)
@@ -208,10 +208,7 @@ def test_a_stock_cache_takes_chunks_and_its_quantized_part_is_counted_apart(ids:
     def create(model: Any) -> Any:
         return Cache(layers=[ByteLayer(residual_length=128) for _ in range(LAYERS)])
 
-    def measure(cache: Any, model: Any, rows: int) -> storage.Storage:
-        return storage.of_quantized(cache, storage.values_per_token(model), rows)
-
-    scheme = Scheme("stock byte", "", create, measure, "dynamic")
+    scheme = Scheme("stock byte", "", create, storage.of_quantized, "dynamic")
     (outcome,) = protocol.run(shared_model("llama"), ids, [scheme], chunk=CHUNK).outcomes
     counted = outcome.storage
     assert outcome.problem is None
@@ -238,13 +235,13 @@ def test_rows_share_no_text_and_are_the_same_at_every_call(tmp_path: Path) -> No
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": letter * 4}) + "\n" for letter in "abcdef"), encoding="utf-8")
     tokenizer = tiny_tokenizer()
-    got = text.token_ids(tokenizer, 2, 9, file)
+    got = text.row_ids(tokenizer, 2, 9, file)
     assert [tokenizer.decode(row) for row in got] == ["aaaa\n\nccc", "bbbb\n\nddd"]
-    assert torch.equal(got, text.token_ids(tokenizer, 2, 9, file))
+    assert torch.equal(got, text.row_ids(tokenizer, 2, 9, file))
     with pytest.raises(
         UsageError, match=r"2 rows of 17 tokens are more than texts\.jsonl holds: .* 16 tokens"
     ):
-        text.token_ids(tokenizer, 2, 17, file)
+        text.row_ids(tokenizer, 2, 17, file)
 
 
 @pytest.mark.parametrize(

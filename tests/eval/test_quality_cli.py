@@ -1,4 +1,4 @@
-"""Verdicts, tables, pictures and exit codes of `python -m eval.quality`."""
+"""Verdicts, tables, pictures and exit codes of `python -m eval quality`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eval import models
-from eval.bench.results import Result
-from eval.models import LoadedModel
+from eval.core import models
+from eval.core.models import LoadedModel
+from eval.core.table import Result
 from eval.quality import picture, requirements, tables
 from eval.quality.cli import app
-from eval.quality.protocol import Comparison, Outcome
+from eval.quality.protocol import Comparison, Outcome, Score
 from eval.quality.requirements import REQUIRED, Protocol
 from eval.quality.schemes import SCHEMES
-from eval.quality.score import Score
 from eval.quality.storage import Storage
 
 ARGUMENTS = ["--tokens", "96", "--rows", "1", "--chunk", "32", "--model", "tiny"]
@@ -35,8 +34,13 @@ def comparison(*outcomes: Outcome, key_offset: bool = False) -> Comparison:
 
 
 def verdicts(compared: Comparison) -> dict[str, list[tuple[str, bool]]]:
-    found = requirements.bounds(compared, REQUIRED)
-    return {name: [(bound.what, bound.holds) for bound in bounds] for name, bounds in found.items() if bounds}
+    found = {
+        outcome.scheme.name: [
+            (bound.what, bound.holds) for bound in requirements.bounds(outcome, compared, REQUIRED)
+        ]
+        for outcome in compared.outcomes
+    }
+    return {name: bounds for name, bounds in found.items() if bounds}
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------
@@ -88,7 +92,8 @@ def test_with_the_offset_perplexity_is_judged_in_both_directions_and_full_precis
     [Protocol("smollm2", 1, 1024, 16), Protocol("smollm2", 2, 512, 16), Protocol("gpt2", 2, 1024, 16)],
 )
 def test_of_another_run_nothing_is_required(other: Protocol) -> None:
-    assert requirements.bounds(comparison(outcome("int8", 1.0)), other) == {}
+    compared = comparison(outcome("int8", 1.0))
+    assert [*requirements.bounds(compared.outcomes[0], compared, other)] == []
 
 
 # --- tables and pictures ------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, without_matplotl
 
 @pytest.fixture
 def _tiny(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "load", lambda settings: loaded)
+    monkeypatch.setattr(models, "load", lambda name: loaded)
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -174,7 +179,7 @@ def test_a_run_prints_both_tables_and_writes_json_and_picture(tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     assert "key offset" in result.output
     document = json.loads(file.read_text(encoding="utf-8"))
-    assert document["protocol"] == {"model": "tiny", "rows": 1, "tokens": 96, "chunk": 32, "source": "tiny"}
+    assert document["settings"] == {"model": "tiny", "rows": 1, "tokens": 96, "chunk": 32, "source": "tiny"}
     assert [table["bench"] for table in document["results"]] == ["quality", "offset"]
     assert [row["scheme"] for row in document["results"][0]["rows"]] == ["auto", "int8"]
     assert document["results"][0]["rows"][0]["perplexity_ratio"] == pytest.approx(1.0, abs=1e-6)

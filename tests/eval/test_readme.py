@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eval.errors import UsageError
-from eval.readme import markers, registry, show
-from eval.readme.cli import README, app, update
-from eval.readme.results import FOLDER, Results
+from eval.core.errors import UsageError
+from eval.core.results import FOLDER, read
+from eval.report.readme import markers
+from eval.report.readme.cli import README, app, update
+from eval.report.readme.tables import NAMES, hardware, ratio, tables, times
 
 
 def test_the_tables_of_the_readme_are_those_of_the_results() -> None:
-    assert update(README, FOLDER, write=False) == [], "run `python -m eval.readme --write`"
+    assert update(README, FOLDER, write=False) == [], "run `python -m eval readme --write`"
 
 
 def copied(tmp_path: Path) -> tuple[Path, Path]:
@@ -62,17 +63,17 @@ def test_the_hardware_under_a_table_is_that_of_its_files(tmp_path: Path) -> None
     document = json.loads((results / "quality.json").read_text(encoding="utf-8"))
     document["environment"]["cpu"] = "abacus"
     (results / "quality.json").write_text(json.dumps(document))
-    assert "of abacus, 2 threads, torch 2." in registry.TABLES["quality"](Results(results))
-    both = show.hardware(Results(results), ["quality.json", "bench_epyc_zen4_2cores.json"])
+    assert "of abacus, 2 threads, torch 2." in tables(results)["quality"]()
+    both = hardware(lambda file: read(results / file), "quality.json", "bench_epyc_zen4_2cores.json")
     assert len(both.splitlines()) == 2
 
 
-@pytest.mark.parametrize("name", registry.TABLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_row_of_a_table_has_a_cell_for_each_column(name: str) -> None:
-    table, _, hardware = registry.TABLES[name](Results()).partition("\n\n")
+    table, _, measured = tables()[name]().partition("\n\n")
     assert len({line.count("|") for line in table.splitlines()}) == 1
     assert len(table.splitlines()) > 3
-    assert hardware.startswith("Measured on ")
+    assert measured.startswith("Measured on ")
 
 
 # --- what is wrong with files and markers -------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_results_that_are_missing_are_one_line_and_exit_code_2(
     ("value", "text"), [(0.681, "0.68x"), (1.5, "1.50x"), (3.51, "3.5x"), (9.96, "10x"), (16.97, "17x")]
 )
 def test_ratios_have_two_or_three_digits(value: float, text: str) -> None:
-    assert show.ratio(value) == text
+    assert ratio(value) == text
 
 
 @pytest.mark.parametrize(
@@ -154,4 +155,4 @@ def test_ratios_have_two_or_three_digits(value: float, text: str) -> None:
     ],
 )
 def test_times_of_one_row_share_a_unit(seconds: tuple[float, ...], texts: list[str]) -> None:
-    assert show.times(*seconds) == texts
+    assert times(seconds) == texts

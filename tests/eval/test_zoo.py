@@ -1,4 +1,4 @@
-"""`python -m eval.zoo` sees caches that lose tokens, crashes and hangs, and who reads what."""
+"""`python -m eval zoo` sees caches that lose tokens, crashes and hangs, and who reads what."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 from eval.zoo import (
     checks,
-    compare,
     exceptions,
-    groups,
     inputs,
     kinds,
-    processes,
     reads,
     registry,
     runs,
     sizes,
+    support,
     tiny,
 )
 from eval.zoo.checks import CASES, Case, Reference, Verdict
+from eval.zoo.cli import reports_of
 from eval.zoo.examine import RUNS, Options, Report, examine
 from eval.zoo.runs import Run
 from hf_paged_cache import PagedCache
@@ -95,7 +94,7 @@ def test_a_cache_that_loses_something_is_not_equal(
     references: dict[str, Reference], cache: type[DynamicCache], seen_in: set[str]
 ) -> None:
     for name, reference in references.items():
-        verdict = reference.judge_paged(lambda model: cache(config=model.config))
+        verdict = reference.judge(lambda model: cache(config=model.config))
         expected = (checks.DIFFERENT, checks.EQUAL) if name in seen_in else (checks.EQUAL, None)
         assert (verdict.status, verdict.default) == expected, name
         assert verdict.is_wrong == (name in seen_in)
@@ -118,7 +117,7 @@ def _raising(error: Exception) -> Callable[[Any], Any]:
 def test_only_errors_of_the_cache_itself_are_refusals(
     references: dict[str, Reference], error: Exception, status: str, reason: str, is_wrong: bool
 ) -> None:
-    verdict = references["plain"].judge_paged(_raising(error))
+    verdict = references["plain"].judge(_raising(error))
     assert (verdict.status, verdict.reason, verdict.default) == (status, reason, checks.EQUAL)
     assert verdict.is_wrong is is_wrong
 
@@ -131,7 +130,7 @@ def test_a_model_that_takes_a_cache_and_writes_nothing_to_it_is_not_equal() -> N
 
 def test_a_case_that_transformers_cannot_run_has_no_reference() -> None:
     entry = registry.entries()["musicgen"]
-    verdict = Reference(tiny.build(entry), entry, Case("padded", (5, 3))).judge_paged(checks.default_cache)
+    verdict = Reference(tiny.build(entry), entry, Case("padded", (5, 3))).judge(checks.default_cache)
     assert verdict.status == checks.NO_REFERENCE
     assert "takes prompts of one id" in str(verdict.reason)
     assert not verdict.is_wrong
@@ -160,17 +159,17 @@ REFERENCE = run_of(([[7]], [[0.0, 1.0, 1.0]]), ([[7, 1]], [[3.0, 0.0, 0.0]]))
 def test_tokens_may_part_where_two_logits_tie_and_nowhere_else(
     other: Run, is_none: bool, compared: int
 ) -> None:
-    found = compare.difference(REFERENCE, other)
-    assert (found.is_none, found.compared, found.rows) == (is_none, compared, 2)
+    found = runs.difference(REFERENCE, other)
+    assert (found.is_none, found.compared) == (is_none, compared)
 
 
 def test_beams_are_matched_by_what_they_say_and_not_by_their_place() -> None:
     logits = [[1.0, 2.0], [3.0, 4.0]]
     reference = run_of(([[0, 5], [0, 6]], logits))
     swapped = run_of(([[0, 6], [0, 5]], logits[::-1]))
-    assert compare.difference(reference, swapped, beams=2).logits == 0.0
-    assert compare.difference(reference, swapped, beams=1).compared == 0
-    assert not compare.difference(reference, swapped, beams=1).is_none
+    assert runs.difference(reference, swapped, beams=2).logits == 0.0
+    assert runs.difference(reference, swapped, beams=1).compared == 0
+    assert not runs.difference(reference, swapped, beams=1).is_none
 
 
 # --- reads --------------------------------------------------------------------------------------------------
@@ -281,35 +280,35 @@ EQUAL = Verdict(checks.EQUAL)
         (report_of(EQUAL, reads=reads.NONE), reads.NONE, "equal"),
         (
             report_of(Verdict(checks.DIFFERENT, 0.5, default=checks.EQUAL)),
-            groups.WRONG,
+            support.WRONG,
             "plain not equal, default cache equal",
         ),
         (
             report_of(Verdict(checks.IGNORED, reason="why", default=checks.IGNORED)),
-            groups.UNKNOWN,
+            support.UNKNOWN,
             "plain ignored with the default cache too (why)",
         ),
-        (report_of(Verdict(checks.REFUSED, reason="why", default=checks.EQUAL)), groups.REFUSED, "why"),
-        (report_of(EQUAL, formats={"auto": RUNS, "int4": "fails: oops"}), groups.WRONG, "equal"),
+        (report_of(Verdict(checks.REFUSED, reason="why", default=checks.EQUAL)), support.REFUSED, "why"),
+        (report_of(EQUAL, formats={"auto": RUNS, "int4": "fails: oops"}), support.WRONG, "equal"),
         (report_of(EQUAL, formats={"auto": "fails: oops", "int4": "fails: oops"}), reads.BLOCKS, "equal"),
         (report_of(EQUAL, formats={"auto": RUNS, "int4": "refused: no"}), reads.BLOCKS, "equal"),
-        (Report("a", "a", "A", problem="skipped"), groups.UNKNOWN, "skipped"),
-        (Report("a", "a", "A", problem="died", has_died=True), groups.WRONG, "died"),
+        (Report("a", "a", "A", problem="skipped"), support.UNKNOWN, "skipped"),
+        (Report("a", "a", "A", problem="died", has_died=True), support.WRONG, "died"),
     ],
 )
 def test_a_report_is_put_in_its_group_and_into_words(report: Report, group: str, words: str) -> None:
-    assert groups.group_of(report) == group
-    assert report.is_wrong == (group == groups.WRONG)
-    assert groups.checks_in_words(report) == words
+    assert support.group_of(report) == group
+    assert report.is_wrong == (group == support.WRONG)
+    assert support.checks_in_words(report) == words
 
 
 def test_formats_are_named_where_not_all_of_them_run() -> None:
     formats = {"auto": RUNS, "int8": RUNS, "int4": "refused: head_dim 6"}
     assert (
-        groups.formats_in_words(report_of(EQUAL, formats=formats)) == "auto, int8; int4 refused: head_dim 6"
+        support.formats_in_words(report_of(EQUAL, formats=formats)) == "auto, int8; int4 refused: head_dim 6"
     )
-    assert groups.formats_in_words(report_of(EQUAL, formats={"auto": RUNS})) == "all"
-    assert groups.formats_in_words(report_of(EQUAL)) == ""
+    assert support.formats_in_words(report_of(EQUAL, formats={"auto": RUNS})) == "all"
+    assert support.formats_in_words(report_of(EQUAL)) == ""
 
 
 def test_counts_add_up_and_are_sorted_by_group() -> None:
@@ -318,9 +317,8 @@ def test_counts_add_up_and_are_sorted_by_group() -> None:
         report_of(EQUAL, reads=reads.DENSE),
         report_of(EQUAL, name="b", model_type="b"),
     ]
-    assert groups.counts(reports) == {reads.BLOCKS: 2, reads.DENSE: 1}
-    assert groups.headline(reports) == "2 types, 3 model classes: 2 blocks, 1 dense"
-    assert [report.name for report in groups.grouped(reports)[reads.BLOCKS]] == ["b", "z"]
+    assert support.headline(reports) == "2 types, 3 model classes: 2 blocks, 1 dense"
+    assert [report.name for report in support.grouped(reports)[reads.BLOCKS]] == ["b", "z"]
 
 
 # --- one type, one process ----------------------------------------------------------------------------------
@@ -362,10 +360,10 @@ def answer(entry: registry.Entry, options: Options) -> Report:
     ],
 )
 def test_a_crash_or_a_hang_is_a_row_that_says_so(
-    behaviour: processes.Examine, limit_s: float, problem: str | None
+    behaviour: Callable[..., Report], limit_s: float, problem: str | None
 ) -> None:
     other = registry.Entry("gpt2", "gpt2", "GPT2LMHeadModel")
-    found = list(processes.reports([LLAMA, other], Options(32), jobs=2, limit_s=limit_s, examine=behaviour))
+    found = list(reports_of([LLAMA, other], Options(32), jobs=2, limit_s=limit_s, examine=behaviour))
     assert sorted(report.name for report in found) == ["gpt2", "llama"]
     assert {report.problem for report in found} == {problem}
     assert {report.is_wrong for report in found} == {problem is not None}

@@ -1,4 +1,4 @@
-"""The table, the files and the exit codes of `python -m eval.zoo`."""
+"""The table, the files and the exit codes of `python -m eval zoo`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from eval.zoo import checks, kinds, processes, reads, registry
+from eval.zoo import checks, cli, kinds, reads, registry
 from eval.zoo.checks import Verdict
 from eval.zoo.cli import app
-from eval.zoo.examine import RUNS, Options, Report
+from eval.zoo.examine import RUNS, Options, Report, examine
 
 
 @pytest.fixture
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reports(entries: list[Any], options: Options, *, examine: Any, **_: Any) -> Iterator[Report]:
+    def reports(entries: list[Any], options: Options, **_: Any) -> Iterator[Report]:
         return (examine(entry, options) for entry in entries)
 
-    monkeypatch.setattr(processes, "reports", reports)
+    monkeypatch.setattr(cli, "reports_of", reports)
 
 
 @pytest.mark.usefixtures("_in_this_process")
@@ -65,7 +65,7 @@ def test_a_wrong_type_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, verdict: Verdict, exit_code: int
 ) -> None:
     report = Report("llama", "llama", "LlamaForCausalLM", ("full",), reads.BLOCKS, {}, {"plain": verdict})
-    monkeypatch.setattr(processes, "reports", lambda *_, **__: iter([report]))
+    monkeypatch.setattr(cli, "reports_of", lambda *_, **__: iter([report]))
     result = CliRunner().invoke(app, ["--types", "llama"])
     assert result.exit_code == exit_code, result.output
 
@@ -77,7 +77,7 @@ def test_a_kind_selects_the_types_that_have_it(monkeypatch: pytest.MonkeyPatch) 
         seen.extend(entry.name for entry in entries)
         return iter(())
 
-    monkeypatch.setattr(processes, "reports", reports)
+    monkeypatch.setattr(cli, "reports_of", reports)
     result = CliRunner().invoke(app, ["--kind", "chunked"])
     assert result.exit_code == 0, result.output
     assert seen == ["llama4", "llama4_text"]

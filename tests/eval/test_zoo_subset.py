@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from eval.zoo import checks, compare, kinds, registry
+from eval.zoo import checks, kinds, registry, runs
 from eval.zoo.examine import RUNS, Options, examine
 from eval.zoo.reads import BLOCKS, DENSE, NONE
 
@@ -93,7 +93,7 @@ def test_a_type_gives_what_it_gives_with_the_default_cache(name: str) -> None:
     assert report.verdicts["plain"].status == checks.EQUAL
     assert report.reads in (SUBSET[name], BLOCKS)  # other versions of a model may do better
     assert report.formats == dict.fromkeys(("auto", *FORMATS), RUNS)
-    assert all(moved > 5 * compare.TOLERANCE for moved in report.reach), "a lost token would go unseen"
+    assert all(moved > 5 * runs.TOLERANCE for moved in report.reach), "a lost token would go unseen"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -146,11 +146,11 @@ def visible_of(p: Prefill, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def prefill_answer(
-    p: Prefill, dtype: torch.dtype, device: str = "cpu"
+    p: Prefill, dtype: torch.dtype, device: torch.device | str = "cpu", *, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
     """What `attend_with_history` says on a device, the float64 answer, and the arguments it was given."""
-    g = torch.Generator().manual_seed(1)
-    problem = build(p.case, dtype)
+    g = torch.Generator().manual_seed(seed + 1)
+    problem = build(p.case, dtype, seed=seed)
 
     def normal(heads: int, dim: int) -> torch.Tensor:
         return torch.randn(p.case.batch, p.fresh, heads, dim, generator=g).to(dtype).transpose(1, 2)

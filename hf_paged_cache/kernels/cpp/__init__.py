@@ -1,8 +1,16 @@
 """Paged attention on CPUs: C++ that reads keys and values straight from their blocks, records included.
 
 The library is compiled on first use (`build`) and called through `ctypes` with data pointers. It needs no
-torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`. What the functions of
-a backend mean is said in `reference`.
+torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`. The functions mean
+what those of `reference` do.
+
+```
+structs.py     what is handed over, as in src/abi.h
+build.py       src/ compiled, and kept by library_folder.py
+src/base       vectors, elements in memory, working memory
+src/storage    codes of a record, and tokens on their way into blocks and out of them
+src/attend     splits of a call > tiles, plain and of records > scores, softmax, values
+```
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.config import KV_CACHE_DTYPES, LAYER_DTYPES, PagedCacheConfig, own_name
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE, FORMATS
@@ -156,6 +155,8 @@ def _sizes(
     config: PreTrainedConfig, stored: StoredShapes, context: int, asked: str, settings: Mapping[str, Any]
 ) -> tuple[list[FormatSizes], dict[str, str]]:
     """Sizes of every format, and why others are refused. The one that was asked for raises."""
+    from hf_paged_cache.cache.paged_cache import PagedCache
+
     sizes, refused = [], {}
     for name in dict.fromkeys((*LAYER_DTYPES, asked)):
         arguments: dict[str, Any] = {**settings, "kv_cache_dtype": name, "max_tokens": 1}
