@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.core.isolation import NO_TIME, Call, Outcome, Workers
-from tests.eval.isolated_calls import act, variable
+from tests.eval.core.isolated_calls import act, variable
 
 
 def run(*names: str, limit_s: float = 30.0, within_s: float = 30.0, **options: Any) -> dict[str, Outcome]:
@@ -73,7 +73,7 @@ def test_processes_that_do_not_start_are_not_started_for_ever() -> None:
 
 
 def test_each_call_may_have_a_process_of_its_own_from_a_server() -> None:
-    found = run(*"abc", one_call_each=True, jobs=2, preload=["tests.eval.isolated_calls"])
+    found = run(*"abc", one_call_each=True, jobs=2, preload=["tests.eval.core.isolated_calls"])
     assert len({outcome.value for outcome in found.values()}) == 3
 
 
