@@ -264,8 +264,7 @@ class Contents:
     def pull(self) -> None:
         """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.
 
-        Raises:
-            PoolExhausted: They went on when rows were full, so their last results are no numbers.
+        Raises PoolExhausted if they went on when rows were full, so that their last results are no numbers.
         """
         if not (self.is_static and self.rows.batch):
             return

@@ -306,11 +306,7 @@ class Padding:
         return replace(known, root=root, is_settled=is_settled)
 
     def _under(self, forward: Forward) -> Padding:
-        """With the cached tokens that a mask hides taken for hidden.
-
-        Raises:
-            CacheMismatchError: It shows some that were.
-        """
+        """With the cached tokens that a mask hides taken for hidden; refuse one that shows some that were."""
         if not forward.is_mask_known or (
             forward.mask is None
             and all(sum(run.end - run.start for run in runs) == self.end for runs in self.runs)

@@ -85,8 +85,7 @@ class HostStates:
     def enter(self, write: Hashable | None = None) -> None:
         """Note that the cache is used; if that is the first thing a forward does, save what it will change.
 
-        Args:
-            write: See `Step.goes_on`.
+        For `write` see `Step.goes_on`.
         """
         if torch.compiler.is_compiling():
             self._enter_between_graphs(write)
@@ -176,12 +175,7 @@ class HostStates:
                 raise _must_record(index)
 
     def crop(self, tokens_to_remove: int, *, is_all: bool) -> None:
-        """Forget the last tokens of every row.
-
-        Args:
-            tokens_to_remove: How many; 0 lets go of what was only kept for this crop.
-            is_all: Whether nothing is left.
-        """
+        """Forget the last tokens of every row, or all; 0 lets go of what was only kept for this crop."""
         if is_all:
             self.clear()
             return

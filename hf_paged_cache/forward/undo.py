@@ -18,12 +18,7 @@ class Undo:
         self._saved: dict[int, tuple[Any, dict[str, Any], bool]] = {}  # with `clone`
 
     def save(self, owner: Any, *, clone: bool = True) -> None:
-        """Remember what an object holds now. Saving it once more changes nothing.
-
-        Args:
-            owner: Any object with a `__dict__`.
-            clone: Clone its tensors; False where they are only ever replaced.
-        """
+        """Remember what an object holds now, its tensors cloned. Saving it once more changes nothing."""
         if id(owner) not in self._saved:
             self._saved[id(owner)] = owner, _copied(vars(owner), clone), clone
 
