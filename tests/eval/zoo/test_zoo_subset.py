@@ -119,5 +119,6 @@ def test_the_subset_has_thirty_types_and_every_kind_of_layers() -> None:
     everywhere = {kind for entry in known.values() for kind in kinds.of_entry(entry)}
     assert everywhere == {kind for entry in subset for kind in kinds.of_entry(entry)}
     quick = [known[name] for name in QUICK if name in known]
-    assert {kind for entry in quick for kind in kinds.of_entry(entry)} == everywhere
+    if len(quick) == len(QUICK):  # older versions lack some
+        assert {kind for entry in quick for kind in kinds.of_entry(entry)} == everywhere
     assert everywhere <= set(kinds.KINDS)
