@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from eval.core.isolation import NO_TIME, Call, Outcome, Workers
@@ -97,3 +100,26 @@ def test_leaving_off_kills_what_runs() -> None:
     next(outcomes)
     outcomes.close()
     assert time.monotonic() - started_s < 20
+
+
+def test_a_worker_ends_with_the_process_that_has_started_it() -> None:
+    code = (
+        "from eval.core.isolation import Workers\nfrom tests.eval.isolated_calls import act\n"
+        "Workers(act, on_event=lambda pid: print(pid, flush=True)).one('tell_and_hang')"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    for _ in range(100):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        if (
+            Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z"
+        ):  # ended, and nobody asks for its status
+            return
+        time.sleep(0.1)
+    raise AssertionError("the worker still runs")
