@@ -42,7 +42,7 @@ test-oldest: $(OLDEST_VENV)/.ready
 sanitize: $(VENV)/.ready
 	$(BIN)/python -m tests.sanitize
 
-check: $(VENV)/.ready
+check: structure
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
