@@ -288,8 +288,7 @@ class PagedCache(DeprecatedReads, CacheTools):
         """
         if self._hosts:
             self._enter_read()
-        length, offset = super().get_mask_sizes(query_length, layer_idx)
-        return length, offset
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Position of the next query; a tensor where the host would have to wait for the number."""
@@ -327,9 +326,9 @@ class PagedCache(DeprecatedReads, CacheTools):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
-        self._settled("batch_select_indices")
-        batch = self._num_rows
-        self._take_rows(as_rows("batch_select_indices", "indices", indices, batch, may_be_mask=True))
+        method = "batch_select_indices"
+        self._settled(method)
+        self._take_rows(as_rows(method, "indices", indices, self._num_rows, may_be_mask=True))
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refused: blocks are not moved between devices."""
