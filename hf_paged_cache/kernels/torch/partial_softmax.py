@@ -134,8 +134,7 @@ def _flash(
         scale=scale,
     )
     dim, sizes = (2, (group, q_tokens)) if packed else (1, (kv_heads, group))
-    out, lse = torch.unflatten(out, dim, sizes), torch.unflatten(lse, dim, sizes)
-    return Partial(out[..., :v_head_dim], lse)
+    return Partial(torch.unflatten(out, dim, sizes)[..., :v_head_dim], torch.unflatten(lse, dim, sizes))
 
 
 def _plain(
