@@ -269,7 +269,12 @@ def _drawn(timelines: Sequence[MemoryTimeline]) -> Figure:
         for timeline, style in zip(timelines, cycle(_STYLES), strict=False):
             label = _with_room(timeline) if axes is all_axes[0] else timeline.label
             values = [(moment.tokens, value_of(timeline, moment)) for moment in timeline.rows]
-            _draw_line(axes, [point for point in values if point[1] is not None], label, *style)
+            points: list[Any] = [point for point in values if point[1] is not None]
+            if points:
+                line, marker, colour = style
+                every = max(1, len(points) // _MOST_MARKERS)
+                look = {"color": colour, "marker": marker, "markersize": 5, "markevery": every}
+                axes.plot(*zip(*points, strict=True), line, **look, label=label)
         _finish(axes)
         axes.yaxis.get_major_locator().set_params(integer=title == "blocks")
     return figure
@@ -284,13 +289,6 @@ def _grown_mib(timeline: MemoryTimeline, moment: Moment) -> float | None:
 def _with_room(timeline: MemoryTimeline) -> str:
     unit, size = byte_unit(timeline.rows[-1].allocated_bytes)
     return f"{timeline.label}\n({timeline.rows[-1].allocated_bytes / size:,.1f} {unit} set aside)"
-
-
-def _draw_line(axes: Any, points: Sequence[Any], label: str, style: str, marker: str, colour: str) -> None:
-    if points:
-        every = max(1, len(points) // _MOST_MARKERS)
-        look = {"color": colour, "marker": marker, "markersize": 5, "markevery": every}
-        axes.plot(*zip(*points, strict=True), style, **look, label=label)
 
 
 def _finish(axes: Any) -> None:

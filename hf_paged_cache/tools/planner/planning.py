@@ -79,7 +79,13 @@ def plan_memory(
     """
     config, model = compat.resolve_config(config_or_model)
     kv_cache_dtype = own_name(kv_cache_dtype)
-    _check_counts(context, batch, kv_cache_dtype)
+    for name, unit, value in (("context", "tokens", context), ("batch", "rows", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
+            raise PagedCacheError(f"{name} must be a positive number of {unit}, got {value!r}")
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise PagedCacheError(
+            f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
+        )
     memory_bytes = None if memory is None else as_bytes("memory", memory)
     if config.is_encoder_decoder:
         raise UnsupportedLayerError(
@@ -130,16 +136,6 @@ def plan_memory(
         refused=refused,
         notes=tuple(_notes(kv_cache_dtype, context, config, stored, is_guess=is_guess)),
     )
-
-
-def _check_counts(context: int, batch: int, kv_cache_dtype: str) -> None:
-    for name, unit, value in (("context", "tokens", context), ("batch", "rows", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
-            raise PagedCacheError(f"{name} must be a positive number of {unit}, got {value!r}")
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise PagedCacheError(
-            f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
-        )
 
 
 def _dtype_of(config: PreTrainedConfig, model: Any, asked: str | torch.dtype | None) -> torch.dtype | None:
