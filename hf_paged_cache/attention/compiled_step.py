@@ -46,7 +46,7 @@ def update_static(
     is_attended: bool,
     wants_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new K and V; return all slots of all rows.
+    """Write new K and V; return all slots of all rows: `[batch, kv_heads, capacity, head_dim]`, or zeros.
 
     Args:
         group: The layer's, None if there are no rows.
@@ -57,9 +57,6 @@ def update_static(
         is_attended: Whether attention of this package follows. What is never asked for would leave the step
             as one more result of it.
         wants_gradients: Whether stored tokens wanted a gradient when they came.
-
-    Returns:
-        K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
 
     Raises:
         CacheMismatchError: There are no rows, some layers were left behind, shape or dtype do not fit what
@@ -110,18 +107,18 @@ def attend(call: AttentionCall) -> torch.Tensor | None:
     if updated.keys is not call.key or updated.values is not call.value:
         return None
     group, layer_idx, mask = updated.group, updated.layer_idx, call.mask
-    reader = group.readers.get(layer_idx)
+    blocks, reader = group.static_blocks[layer_idx], group.readers.get(layer_idx)
     if reader is not None and reader.module() is not call.module:
         refuse(
             "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
             "model itself once, which looks at its weights"
         )
-    blocks = group.static_blocks[layer_idx]
-    if call.is_eager and layer_idx not in group.vetted:
-        return None
-    if call.kwargs.get("position_bias") is not None or call.kwargs.get("dropout"):
-        return None
-    if not call.suits_kernels(blocks.keys.dtype, blocks.capacity_tokens):
+    if (
+        (call.is_eager and layer_idx not in group.vetted)
+        or call.kwargs.get("position_bias") is not None
+        or call.kwargs.get("dropout")
+        or not call.suits_kernels(blocks.keys.dtype, blocks.capacity_tokens)
+    ):
         return None
     has_more = call.query.shape[2] > 1
     out: torch.Tensor = torch.ops.hf_paged_cache.attend(

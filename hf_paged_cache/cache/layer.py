@@ -176,7 +176,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             if torch.compiler.is_compiling():
                 return state.layer_groups.row_capacity_tokens, 0
             if query_length == 1 and state.is_attended():
-                return StaticLength(state.layer_groups.row_capacity_tokens, state.check_static_room), 0
+                room = StaticLength(state.layer_groups.row_capacity_tokens)
+                room.check_room = state.check_static_room
+                return room, 0
             state.pull()
         tokens = state.rows.tokens[self.layer_idx]
         first = self._first_visible(tokens)
