@@ -145,21 +145,7 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens, those of columns `start, start + 1, ...` of every row.
-
-    Tokens that fall into a null block, or stand before a row begins, are dropped. Records get whole blocks,
-    unless their format is per token.
-
-    Args:
-        blocks: Changed in place.
-        key_states: `[batch, kv_heads, tokens, head_dim]`.
-        value_states: `[batch, kv_heads, tokens, v_head_dim]`.
-        start: Column of the first new token.
-
-    Raises:
-        UnstorableValueError: A quantized layer without `blocks.fault` got NaN, infinity, or a magnitude above
-            `formats.LARGEST_VALUE`. Nothing was written.
-    """
+    """As `Backend.write`."""
     if blocks.form is not None:
         _write_quantized(blocks, blocks.form, key_states, value_states, start)
     else:
@@ -169,18 +155,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
 def decode(
     blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend the stored tokens `[a.start, a.end)`; any number of queries.
-
-    Args:
-        blocks: Keys and values. Not changed.
-        a: The question; every field is honoured.
-        return_lse: Also return the log-sum-exp that merges this answer with another part's.
-
-    Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
-        nothing. With `return_lse` also float32 `[batch, q_heads, q_tokens]`: natural log of the softmax's
-        denominator, the sink included; -inf where there is neither a visible token nor a sink.
-    """
+    """As `Backend.decode`."""
     held = blocks.lengths
     back = held.tokens - a.end if held is not None and held.tokens > a.end else 0
     out, lse = _launch().attend(
@@ -196,14 +171,7 @@ def decode(
 def attend_history(
     blocks: LayerBlocks, a: Attention, visible: torch.Tensor | None, bias: torch.Tensor | None
 ) -> Partial:
-    """Attention over the stored tokens `[a.start, a.end)`, without sinks.
-
-    Args:
-        blocks: Keys and values. Not changed.
-        a: The question; its mask is replaced by the next two.
-        visible: What the mask lets see, as `masking` has it.
-        bias: What the mask adds.
-    """
+    """As `PrefillBackend.attend_history`."""
     out, lse = decode(blocks, replace(a, mask=_mask(visible, bias), sinks=None), return_lse=True)
     assert lse is not None, "it was asked for"
     return _part(out, lse, blocks.keys.shape[1])
@@ -217,16 +185,7 @@ def attend_fresh(
     bias: torch.Tensor | None,
     is_causal: bool,
 ) -> Partial:
-    """Attention of new tokens over each other, without sinks.
-
-    Args:
-        a: Query `[batch, q_heads, q_tokens, head_dim]`, scale, window and softcap.
-        keys: `[batch, kv_heads, q_tokens, head_dim]`.
-        values: `[batch, kv_heads, q_tokens, v_head_dim]`.
-        visible: What the mask lets see of the new tokens, as `masking` has it.
-        bias: What the mask adds.
-        is_causal: Query i sees the tokens up to its own.
-    """
+    """As `PrefillBackend.attend_fresh`."""
     own = replace(
         a, start=0, end=keys.shape[2], mask=_mask(visible, bias), causal=is_causal, queries_are_last=True
     )
@@ -235,13 +194,7 @@ def attend_fresh(
 
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
-    """Copy whole blocks inside one pool tensor: `pool[dst[i]] = pool[src[i]]`, all sources read first.
-
-    Args:
-        pool: `[num_blocks, ...]`, contiguous, changed in place.
-        src: Block ids to read.
-        dst: As many distinct block ids to overwrite.
-    """
+    """As `Backend.copy_blocks`."""
     assert len(src) == len(dst), f"{len(src)} blocks to read but {len(dst)} to overwrite"
     if not src:
         return
@@ -261,16 +214,7 @@ def encode_blocks(
     slots: list[int],
     ids: list[int],
 ) -> None:
-    """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
-
-    Args:
-        form: What the bytes of the records mean.
-        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
-        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
-        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
-        slots: Slots to read.
-        ids: As many distinct records to overwrite.
-    """
+    """As `Backend.encode_blocks`."""
     assert len(slots) == len(ids), f"{len(slots)} blocks to read but {len(ids)} to overwrite"
     if slots:
         on_device = _launch().device_ids([slots, ids], records.device)
