@@ -71,9 +71,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
         """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
-        twin = copy.copy(self)
-        twin._state, twin._last_read = state, None
-        return twin
+        copied = copy.copy(self)
+        copied._state, copied._last_read = state, None
+        return copied
 
     def forget(self) -> None:
         """Expect other K and V than so far, as when saved ones were loaded."""

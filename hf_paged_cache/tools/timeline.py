@@ -267,7 +267,10 @@ def _drawn(timelines: Sequence[MemoryTimeline]) -> Figure:
     for axes, (title, quantity, value_of) in zip(all_axes, panels, strict=True):
         axes.set(xlabel="tokens in each row of the cache", ylabel=quantity, title=title)
         for timeline, style in zip(timelines, cycle(_STYLES), strict=False):
-            label = _with_room(timeline) if axes is all_axes[0] else timeline.label
+            label = timeline.label
+            if axes is all_axes[0]:
+                room, largest = byte_unit(timeline.rows[-1].allocated_bytes)
+                label += f"\n({timeline.rows[-1].allocated_bytes / largest:,.1f} {room} set aside)"
             values = [(moment.tokens, value_of(timeline, moment)) for moment in timeline.rows]
             points: list[Any] = [point for point in values if point[1] is not None]
             if points:
@@ -284,11 +287,6 @@ def _grown_mib(timeline: MemoryTimeline, moment: Moment) -> float | None:
     if moment.process_bytes is None:
         return None
     return (moment.process_bytes - (timeline.start_process_bytes or 0)) / 2**20
-
-
-def _with_room(timeline: MemoryTimeline) -> str:
-    unit, size = byte_unit(timeline.rows[-1].allocated_bytes)
-    return f"{timeline.label}\n({timeline.rows[-1].allocated_bytes / size:,.1f} {unit} set aside)"
 
 
 def _finish(axes: Any) -> None:

@@ -105,7 +105,11 @@ def decode(
     """As `Backend.decode`."""
     read = read_mask(a.query, a.mask, a.end - a.start)
     query = split_heads(read.query, blocks.keys.shape[1])
-    partial = attend_blocks(blocks, a, query, read.visible, read.bias, chunk_tokens=_chunk_tokens(blocks, a))
+    kv_heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
+    chunk_tokens = CHUNK_BYTES // (a.query.shape[0] * kv_heads * dims * blocks.keys.element_size())
+    if not partial_softmax.has_flash(a.query, a.softcap):
+        chunk_tokens = min(chunk_tokens, scored_tokens(a))
+    partial = attend_blocks(blocks, a, query, read.visible, read.bias, chunk_tokens=chunk_tokens)
     partial = with_sinks(partial, a.sinks, read.taken)
     out = partial.tokens_first(a.query.dtype)
     if not return_lse:
@@ -160,24 +164,20 @@ def attend_blocks(
 
 
 def with_sinks(partial: Partial, sinks: torch.Tensor | None, taken: torch.Tensor | None) -> Partial:
-    """Attention with a sink per head, `[q_heads]`; `taken` as in `ReadMask`."""
+    """Attention with a sink per head, `[q_heads]`: a key of value zero; `taken` as in `ReadMask`."""
     if sinks is None:
         return partial
-    logits = sinks.to(partial.lse.dtype)[None, :, None]  # [1, q_heads, 1]
-    logits = logits if taken is None else logits - taken
-    return partial.with_sink(torch.unflatten(logits, 1, partial.lse.shape[1:3]))
+    lse = partial.lse
+    logits = sinks.to(lse.dtype)[None, :, None]  # [1, q_heads, 1]
+    logits = torch.unflatten(logits if taken is None else logits - taken, 1, lse.shape[1:3])
+    weight = torch.sigmoid(lse - logits).masked_fill(lse == -torch.inf, 0.0)
+    return Partial(partial.out.to(lse.dtype) * weight[..., None], torch.logaddexp(lse, logits))
 
 
 def scored_tokens(a: Attention) -> int:
     """Tokens whose scores may be kept at one time, where they are kept."""
     batch, q_heads, q_tokens, _ = a.query.shape
     return SCORE_BYTES // (batch * q_heads * q_tokens * 4)
-
-
-def _chunk_tokens(blocks: LayerBlocks, a: Attention) -> int:
-    kv_heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
-    tokens = CHUNK_BYTES // (a.query.shape[0] * kv_heads * dims * blocks.keys.element_size())
-    return tokens if partial_softmax.has_flash(a.query, a.softcap) else min(tokens, scored_tokens(a))
 
 
 def _chunks(blocks: LayerBlocks, start: int, end: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:

@@ -92,9 +92,11 @@ def plan_memory(
             f"{config.model_type!r} is an encoder-decoder, whose cache also holds K and V of the source; "
             "plans are for decoders alone. Make the caches and ask their `memory_footprint()`"
         )
-    kept = _dtype_of(config, model, dtype)
-    is_guess = kept is None
-    kept = kept or torch.bfloat16
+    if dtype is None and model is not None:
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    for holder in (config, config.get_text_config(decoder=True)):
+        dtype = getattr(holder, "dtype", None) if dtype is None else dtype
+    kept = torch.bfloat16 if dtype is None else as_dtype("dtype", dtype)
     stored = shapes_of_config(config, kept) if model is None else shapes_of_model(model, kept)
     settings = {
         "block_size": block_size,
@@ -134,17 +136,8 @@ def plan_memory(
         weight_bytes=weight_bytes,
         formats=tuple(size.plan(context, batch, budget) for size in sizes),
         refused=refused,
-        notes=tuple(_notes(kv_cache_dtype, context, config, stored, is_guess=is_guess)),
+        notes=tuple(_notes(kv_cache_dtype, context, config, stored, is_guess=dtype is None)),
     )
-
-
-def _dtype_of(config: PreTrainedConfig, model: Any, asked: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of K and V; None if nothing names it."""
-    if asked is None and model is not None:
-        asked = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    for holder in (config, config.get_text_config(decoder=True)):
-        asked = getattr(holder, "dtype", None) if asked is None else asked
-    return None if asked is None else as_dtype("dtype", asked)
 
 
 def _sizes(
