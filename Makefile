@@ -12,23 +12,28 @@ TORCH ?= torch==2.13.0
 SITE := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-slow test-oldest sanitize check aot format bench docs clean
+PYTEST := -m pytest -n auto --dist worksteal
+
+.PHONY: demo test test-full test-slow test-oldest sanitize check structure aot format bench docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m eval
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow and not full"
 
-test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
+# All that `make test` leaves out: whole cross products, long lists, trained models, notebooks.
+test-full: $(VENV)/.ready
+	$(BIN)/python $(PYTEST) -m "slow or full"
+
+test-slow: test-full
 
 # The contracts with transformers and Triton, on their oldest supported versions.
 test-oldest: $(OLDEST_VENV)/.ready
-	$(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" \
+	$(OLDEST_VENV)/bin/python $(PYTEST) -m "not slow and not full" \
 		tests/host tests/attention tests/cases tests/cache/test_quantized_cache.py tests/cache/test_fork.py \
 		tests/store/test_key_guard.py tests/kernels/test_triton.py tests/kernels/test_triton_quantized.py \
-		tests/forward/test_left_padding.py tests/forward/test_positions.py tests/eval/test_zoo_subset.py \
+		tests/forward/test_left_padding.py tests/forward/test_positions.py tests/eval/zoo/test_zoo_subset.py \
 		tests/tools/test_planner.py tests/tools/test_format_sizes.py tests/tools/test_cli.py tests/tools/test_doctor.py \
 		tests/tools/test_timeline.py tests/display/test_html.py
 	$(OLDEST_VENV)/bin/python -m dev.aot --targets sm_90
@@ -42,6 +47,10 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Rooms, floors, import chains and sizes, in numbers that have limits.
+structure: $(VENV)/.ready
+	$(BIN)/python -m dev.structure
+
 # Compiles the GPU kernels for all architectures, which needs no GPU.
 aot: $(VENV)/.ready
 	$(BIN)/python -m dev.aot
@@ -51,7 +60,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m eval.bench
+	$(BIN)/python -m eval bench
 
 # The API reference, into build/docs.
 docs: $(VENV)/.docs-ready

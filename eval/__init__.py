@@ -1,10 +1,7 @@
-"""Compare caches on real texts: quality, fidelity, memory and speed, from one command.
+"""Compare caches on real texts, by speed, by format and by model type: `python -m eval`.
 
-`python -m eval` loads a model, runs every chosen task with every chosen cache and prints one table.
-
-- `settings`: what to run (defaults, then a YAML file, then the command line);
-- `models`, `caches`, `tasks`, `metrics`: registries, one entry or file for each thing that can be chosen;
-- `runner`: generates, batch by batch, with the contenders interleaved;
-- `measure`: time and memory of one batch; `environment`: the machine and the versions;
-- `report`: the table, `results.json`, `report.md`; `plots`: the pictures in it.
+- `run`: every task with every cache; `tasks`, `caches`: registries of what can be chosen; `data`: texts;
+- `bench`, `gpu`: speed, bytes and memory on a CPU and on a GPU; `quality`: formats; `zoo`: all model types;
+- `report`: tables and files of a run, the README's tables; `plots`: the pictures;
+- `core`: what they share; `results`: the numbers that the README shows.
 """

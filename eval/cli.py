@@ -1,113 +1,55 @@
-"""The command line of `python -m eval`."""
+"""The command line of `python -m eval`: one command each for what is measured; `run` where none is named."""
 
 from __future__ import annotations
 
-import os
+import importlib
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from eval.errors import UsageError
-from eval.settings import Settings, resolve
+COMMANDS = {
+    "run": "eval.run.cli",
+    "bench": "eval.bench.cli",
+    "quality": "eval.quality.cli",
+    "zoo": "eval.zoo.cli",
+    "gpu": "eval.gpu.cli",
+    "readme": "eval.report.readme.cli",
+}
+"""Name of a command -> module with its `app`, imported when it is asked for; none imports torch for that."""
+DEFAULT = "run"
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        return typer.main.get_command(importlib.import_module(COMMANDS[cmd_name]).app)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_named = bool(args) and args[0] in (*COMMANDS, *ctx.help_option_names)
+        return super().parse_args(ctx, args if is_named else [DEFAULT, *args])
 
 
-@app.command()
-def evaluate(
-    model: Annotated[str | None, typer.Option(help="smollm2, a hub id, a folder or a .gguf file.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated names of tasks, or all.")] = None,
-    caches: Annotated[str | None, typer.Option(help="Comma-separated names of caches, or all.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Samples of each task.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Prompts generated together.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer; default: the task's.")] = None,
-    contexts: Annotated[
-        str | None, typer.Option(help="Comma-separated lengths for retrieval, perplexity and latency.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16; or fp32, bf16, fp16.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
-    seed: Annotated[int | None, typer.Option(help="Chooses the samples.")] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="cnn_dailymail, xsum, wmt16, any name of `datasets`, or a file; for one task."),
-    ] = None,
-    dataset_config: Annotated[str | None, typer.Option(help="Configuration of the data set.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of the data set; default: test.")] = None,
-    id_column: Annotated[str | None, typer.Option(help="Column that names a sample.")] = None,
-    input_column: Annotated[str | None, typer.Option(help="Column of texts; a dot goes inside.")] = None,
-    reference_column: Annotated[str | None, typer.Option(help="Column of the right answers.")] = None,
-    instruction: Annotated[str | None, typer.Option(help="The user's message, with {input} in it.")] = None,
-    output: Annotated[str | None, typer.Option(help="Run folder; default: eval/runs/<timestamp>.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of settings; options override it.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
-) -> None:
-    """Compare caches on texts: quality, memory and speed with each, in one table and a report.
+app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
 
-    What is finished is kept: an interrupted run goes on with `--resume FOLDER`. Under `accelerate launch`
-    the samples are shared among the processes.
+
+@app.callback()
+def evaluate() -> None:
+    """Compare caches: on texts (run), by speed (bench, gpu), formats (quality), on all model types (zoo).
+
+    Without a command it is `run`. The exit code is 0, 1 (something is wrong), 2 (a request cannot be met) or
+    130 (interrupted).
     """
-    given = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("config", "resume") and value is not None
-    }
-    try:
-        settings = _settings(config, given, resume)
-        failed = run(settings)
-    except UsageError as error:
-        _tell(error)
-        raise typer.Exit(EXIT_USAGE) from error
-    except KeyboardInterrupt as stop:
-        raise typer.Exit(EXIT_INTERRUPTED) from stop
-    if failed:
-        raise typer.Exit(EXIT_FAILED)
 
 
-def run(settings: Settings) -> bool:
-    """Run the evaluation, print the table, write the run folder; return whether a cache failed with an error.
-
-    Raises:
-        UsageError: when the model, the data or the device cannot be had.
-    """
-    # All that follows takes seconds to import; a mistake in the settings is reported before that.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from eval.session import Session
-
-    return Session(settings).run()
-
-
-def _settings(config: Path | None, given: dict[str, Any], resume: Path | None) -> Settings:
-    if resume is None:
-        return resolve(config, given)
-    from eval.journal import CONFIG
-
-    if config is not None or given:
-        extra = ", ".join([*given, *(["config"] if config is not None else [])])
-        raise UsageError(f"--resume goes on with the settings of its folder; leave away: {extra}")
-    if not (resume / CONFIG).is_file():
-        raise UsageError(f"there is no run in {resume}: it has no {CONFIG}; give the folder of a run")
-    return resolve(resume / CONFIG, {"output": str(resume)})
-
-
-def _tell(error: UsageError) -> None:
-    """Say it once, where every process has come to it, and before the first one leaves: that ends all."""
-    from eval.processes import join
-
-    processes = join("cpu")
-    if processes.is_main:
-        typer.echo(f"error: {error}", err=True)
-    processes.wait()
-    processes.close()
-
-
-def main() -> None:
-    """Run the command line; exit code 0, 1 (a cache failed), 2 (cannot be met) or 130 (interrupted)."""
-    sys.exit(app())
+def main(command: str | None = None) -> None:
+    """Run the command line; `command` is what an old spelling stood for, and leads to a line that says so."""
+    if command is not None:
+        typer.echo(f"DeprecationWarning: this is `python -m eval {command}` now", err=True)
+        sys.argv.insert(1, command)
+    sys.exit(app(prog_name="python -m eval"))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import hf_paged_cache
+from eval.cli import COMMANDS
 from hf_paged_cache.config import KV_CACHE_DTYPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,16 +84,16 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 
 
 def test_every_command_line_is_described() -> None:
-    described = re.findall(r"<!-- command: (\S+) as python -m (\S+) -->", TEXT)
-    packages = {re.sub(r"(\.tools)?\.cli$", "", module) for module, _ in described}
-    assert packages == {name for _, name in described}
+    described = dict(re.findall(r"<!-- command: (\S+) as python -m (.+) -->", TEXT))
+    commands = {module: f"eval {name}" for name, module in COMMANDS.items()}
+    assert described == {"hf_paged_cache.tools.cli": "hf_paged_cache", **commands}
     with_typer = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for folder in ("eval", "hf_paged_cache")
         for path in (ROOT / folder).rglob("cli.py")
         if "typer.Typer(" in path.read_text(encoding="utf-8")
     ]
-    assert sorted(module for module, _ in described) == sorted(with_typer)
+    assert sorted([*described, "eval.cli"]) == sorted(with_typer)
 
 
 def test_the_table_of_formats_has_them_all() -> None:

@@ -6,6 +6,7 @@ sharp attention, long prompts.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -21,9 +22,9 @@ from tests.support.models import cache_kwarg, host_cache, paged_cache
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = 32
+PROMPTS = 16
 ROWS = 8
-NEW_TOKENS = 64
+NEW_TOKENS = 40
 TEXTS = Path(__file__).parent.parent / "eval" / "data" / "summarization.jsonl"
 
 
@@ -42,8 +43,9 @@ def checkpoint() -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Any:
+@functools.cache
+def _loaded(checkpoint: Path) -> Any:
+    """Once for all modules that want it. Tests leave it as they found it, or activated."""
     options = {}
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -57,6 +59,11 @@ def model(checkpoint: Path) -> Any:
         pytest.skip(f"transformers {transformers.__version__} reads GGUF files with more packages: {error}")
     loaded.generation_config.pad_token_id = loaded.config.eos_token_id
     return loaded.eval()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return _loaded(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +86,11 @@ def _batch(tokenizer: Any, first: int, rows: int = ROWS) -> dict[str, torch.Tens
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
-def _generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
+def _generate(
+    model: Any, inputs: dict[str, torch.Tensor], cache: Any, new_tokens: int = NEW_TOKENS
+) -> torch.Tensor:
     sequences: torch.Tensor = model.generate(
-        **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **{cache_kwarg(): cache}
+        **inputs, max_new_tokens=new_tokens, do_sample=False, **{cache_kwarg(): cache}
     )
     return sequences
 

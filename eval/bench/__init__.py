@@ -1,1 +1,1 @@
-"""Speed and memory of `PagedCache` beside the caches of transformers: `python -m eval.bench`."""
+"""Speed and memory of `PagedCache` beside the caches of transformers: `python -m eval bench`."""

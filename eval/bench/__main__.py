@@ -1,8 +1,8 @@
-"""Entry point of `python -m eval.bench`."""
+"""The former spelling of `python -m eval bench`, for one more version."""
 
 from __future__ import annotations
 
-from eval.bench.cli import main
+from eval.cli import main
 
 if __name__ == "__main__":
-    main()
+    main("bench")

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from eval.bench.context import Context
-from eval.bench.results import Bound, Cell, Column, Result, Row, fixed
+from eval.bench.context import Bench, Context
+from eval.core.table import Bound, Cell, Column, Row, fixed
 from hf_paged_cache.blocks import BlockPool
 
 POOL_SIZES = (1_000, 10_000, 100_000)
@@ -28,80 +28,71 @@ LIMIT_US = 2.0
 Requests = list[list[int]]
 
 
-def run(context: Context) -> Result:
-    """The `blocks` bench."""
-    started_s = time.perf_counter()
+def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     timings: dict[str, dict[int, list[float]]] = {}
     for repetition in range(context.rounds(REPETITIONS)):
         context.progress(f"blocks: repetition {repetition + 1}")
         for num_blocks in POOL_SIZES:
             for operation, microseconds in time_pool(num_blocks).items():
                 timings.setdefault(operation, {}).setdefault(num_blocks, []).append(microseconds)
-    return Result(
-        "blocks",
-        "bookkeeping of one block, by size of the pool",
-        (Column("operation", "operation"), *(column for size in POOL_SIZES for column in _columns(size))),
-        [_row(operation, by_size) for operation, by_size in timings.items()],
-        (
-            f"CPU time per block, requests of {BLOCKS_PER_REQUEST} blocks, medians; "
-            f"x: over the pool of {POOL_SIZES[0]:,} blocks.",
-        ),
-        time.perf_counter() - started_s,
+    return [_row(operation, by_size) for operation, by_size in timings.items()], (
+        f"CPU time per block, requests of {BLOCKS_PER_REQUEST} blocks, medians; "
+        f"x: over the pool of {POOL_SIZES[0]:,} blocks.",
     )
 
 
-def _columns(num_blocks: int) -> list[Column]:
-    time_column = Column(_key(num_blocks), f"{num_blocks:,} blocks: µs", fixed(3))
-    ratio = Column(_ratio_key(num_blocks), "x", fixed(2))
-    return [time_column] if num_blocks == POOL_SIZES[0] else [time_column, ratio]
+def _columns() -> tuple[Column, ...]:
+    columns = [Column("operation", "operation")]
+    for size in POOL_SIZES:
+        columns.append(Column(f"us_at_{size}", f"{size:,} blocks: µs", fixed(3)))
+        columns.append(Column(f"ratio_at_{size}", "x", fixed(2)))
+    del columns[2]  # of the smallest pool to itself
+    return tuple(columns)
+
+
+BENCH = Bench("blocks", "bookkeeping of one block, by size of the pool", _columns(), _measure)
 
 
 def _row(operation: str, by_size: dict[int, list[float]]) -> Row:
     medians = {size: statistics.median(values) for size, values in by_size.items()}
     smallest = medians[POOL_SIZES[0]]
-    cells: dict[str, Cell] = {
-        "operation": operation,
-        **{_key(size): value for size, value in medians.items()},
-        **{_ratio_key(size): value / smallest for size, value in medians.items() if size != POOL_SIZES[0]},
-    }
+    cells: dict[str, Cell] = {"operation": operation}
+    for size, median in medians.items():
+        cells[f"us_at_{size}"] = median
+        cells[f"ratio_at_{size}"] = None if size == POOL_SIZES[0] else median / smallest
     slowest = Bound("slowest", max(medians.values()), LIMIT_US, at_least=False, unit=" µs")
     return Row(cells, (slowest,))
-
-
-def _key(num_blocks: int) -> str:
-    return f"us_at_{num_blocks}"
-
-
-def _ratio_key(num_blocks: int) -> str:
-    return f"ratio_at_{num_blocks}"
 
 
 def time_pool(num_blocks: int) -> dict[str, float]:
     """µs per block of each operation, taking and returning all blocks of a pool."""
     pool = BlockPool(num_blocks)
     rounds = max(1, MIN_BLOCKS_PER_TIMING // num_blocks)
-    operations = ("allocate", "release", "release, keep", "share (revive)", "allocate (evict)")
-    seconds = dict.fromkeys(operations, 0.0)
+    seconds: dict[str, float] = {}
+
+    def timed(operation: str, action: Callable[[], None]) -> None:
+        gc.disable()  # a collection would be billed to whichever operation it happens to meet
+        begin = time.thread_time()
+        action()
+        seconds[operation] = seconds.get(operation, 0.0) + time.thread_time() - begin
+        gc.enable()
+
     for i in range(rounds):
-        requests = _requests_of(pool)
-        seconds["allocate"] += _time(partial(_fill, pool, requests))
+        requests: Requests = [[] for _ in range(num_blocks // BLOCKS_PER_REQUEST)]
+        timed("allocate", partial(_fill, pool, requests))
         random.Random(i).shuffle(requests)  # sequences end in any order
-        seconds["release"] += _time(partial(_release, pool, requests))
+        timed("release", partial(_release, pool, requests))
         _fill(pool, requests)
         for block_id in range(num_blocks):
             pool.seal(block_id)
         random.Random(i).shuffle(requests)
-        seconds["release, keep"] += _time(partial(_release, pool, requests, keep=True))
+        timed("release, keep", partial(_release, pool, requests, keep=True))
         random.Random(-i).shuffle(requests)
-        seconds["share (revive)"] += _time(partial(_share, pool, requests))
+        timed("share (revive)", partial(_share, pool, requests))
         _release(pool, requests, keep=True)
-        seconds["allocate (evict)"] += _time(partial(_fill, pool, requests))
+        timed("allocate (evict)", partial(_fill, pool, requests))
         _release(pool, requests)
     return {operation: 1e6 * total / (rounds * num_blocks) for operation, total in seconds.items()}
-
-
-def _requests_of(pool: BlockPool) -> Requests:
-    return [[] for _ in range(pool.num_blocks // BLOCKS_PER_REQUEST)]
 
 
 def _fill(pool: BlockPool, requests: Requests) -> None:
@@ -120,12 +111,3 @@ def _release(pool: BlockPool, requests: Requests, *, keep: bool = False) -> None
 def _share(pool: BlockPool, requests: Requests) -> None:
     for block_ids in requests:
         pool.share(block_ids)
-
-
-def _time(action: Callable[[], None]) -> float:
-    gc.disable()  # a collection would be billed to whichever operation it happens to meet
-    begin = time.thread_time()
-    action()
-    seconds = time.thread_time() - begin
-    gc.enable()
-    return seconds

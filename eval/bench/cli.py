@@ -1,21 +1,17 @@
-"""The command line of `python -m eval.bench`."""
+"""The command line of `python -m eval bench`."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from eval.console import write_results
-from eval.errors import UsageError
-
-EXIT_WRONG = 1
-EXIT_USAGE = 2
+from eval.core.console import EXIT_WRONG, check_writable, header, terminal, usage_errors, write_json
+from eval.core.errors import UsageError
+from eval.core.table import Result, WrongAnswer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -33,22 +29,18 @@ def bench(
     required number that is missed is marked.
     """
     from eval.bench.kernel_tests import NotGreen
-    from eval.bench.results import WrongAnswer
 
+    wrong = "the kernels are not known to be right, so no speed is reported"
     try:
-        run(only, quick, json_file)
-    except UsageError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_USAGE) from error
-    except NotGreen as error:
-        typer.echo(f"the kernels are not known to be right, so no speed is reported: {error}", err=True)
-        raise typer.Exit(EXIT_WRONG) from error
-    except WrongAnswer as error:
-        typer.echo(f"wrong answer, so no speed is reported: {error}", err=True)
+        with usage_errors():
+            run(only, quick, json_file)
+    except (NotGreen, WrongAnswer) as error:
+        what = wrong if isinstance(error, NotGreen) else "wrong answer, so no speed is reported"
+        typer.echo(f"{what}: {error}", err=True)
         raise typer.Exit(EXIT_WRONG) from error
 
 
-def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
+def run(only: str | None, quick: bool, json_file: Path | None) -> list[Result]:
     """Run the kernel tests, then the benches; print their tables and what is required, write the JSON file.
 
     Raises:
@@ -56,23 +48,19 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
         NotGreen: the kernel tests fail or cannot be run.
         WrongAnswer: a cache computed something wrong.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    console = terminal()
     import torch
-    from rich.console import Console
 
-    from eval import environment
-    from eval.bench import kernel_tests, registry, table
+    from eval.bench import kernel_tests, registry
     from eval.bench.context import Context
+    from eval.core import device, table
 
     benches = registry.chosen(only)
-    if json_file is not None:
-        write_results(json_file, "", mode="a")  # before the work, to hear of a wrong path; changes nothing
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
+    check_writable(json_file)
     started_s = time.perf_counter()
-    described = environment.describe(torch.device("cpu"))
+    described = device.describe(torch.device("cpu"))
     backend, isa = _backend()
-    console.print(table.header(described, backend), highlight=False)
+    console.print(header(described, backend), highlight=False)
     results = []
     with console.status("kernel tests") as status:
         tests = kernel_tests.require_green(backend, isa, quick=quick, progress=status.update)
@@ -88,19 +76,15 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Any]:
         document = {
             "environment": {**described, "backend": backend},
             "quick": quick,
-            "kernel_tests": tests.to_dict(),
+            "kernel_tests": asdict(tests),
             "results": [result.to_dict() for result in results],
         }
-        write_results(json_file, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_json(json_file, document)
     return results
 
 
 def _backend() -> tuple[str, str | None]:
-    """The kernels that a cache on this machine uses, found by using one, and their instruction set.
-
-    Raises:
-        UsageError: the environment asks for kernels that cannot run.
-    """
+    """The kernels that a cache on this machine uses, found by using one, and their instruction set."""
     import torch
     from transformers import LlamaConfig
 
@@ -115,8 +99,3 @@ def _backend() -> tuple[str, str | None]:
     except (BackendUnavailable, PagedCacheError) as error:
         raise UsageError(str(error)) from error
     return backend, cpp.isa() if backend == "cpp" else None
-
-
-def main() -> None:
-    """Run the command line; the exit code is 0, 1 (something is wrong) or 2 (a request cannot be met)."""
-    sys.exit(app())

@@ -1,7 +1,8 @@
-"""What the benches of one run share: settings, the measured bandwidth, loaded models."""
+"""What a bench is, and what the benches of one run share."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,22 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eval.core.table import Column, Result, Row
+
 if TYPE_CHECKING:
     from eval.bench.readers import Reader
-    from eval.bench.results import Row
 
 
 @dataclass
 class Context:
-    """One run.
+    """One run."""
 
-    Attributes:
-        quick: fewer cases and rounds, for a look; numbers are coarse.
-        progress: told what is being measured.
-    """
-
-    quick: bool = False
-    progress: Callable[[str], object] = lambda text: None
+    quick: bool = False  # fewer cases and rounds, for a look; numbers are coarse
+    progress: Callable[[str], object] = lambda text: None  # told what is being measured
     _model: tuple[torch.dtype, Any, str] | None = field(default=None, repr=False)
 
     def budget_s(self, seconds: float) -> float:
@@ -45,10 +42,28 @@ class Context:
 
     def model(self, dtype: torch.dtype) -> tuple[Any, str]:
         """SmolLM2-135M in `dtype` and what it is, for the notes; the last one is kept."""
-        from eval.bench import workload
+        from eval.bench.models import workload
 
         if self._model is None or self._model[0] != dtype:
             self._model = None
             self.progress(f"loading the model in {workload.dtype_name(dtype)}")
             self._model = (dtype, *workload.load_model(dtype))
         return self._model[1:]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Something to measure."""
+
+    name: str  # what `--only` calls it
+    title: str  # of its table
+    columns: tuple[Column, ...]  # of its table
+    # the rows, and notes on what the columns mean; raises `WrongAnswer` instead of reporting the speed of
+    # something wrong
+    measure: Callable[[Context], tuple[list[Row], tuple[str, ...]]]
+
+    def run(self, context: Context) -> Result:
+        """Its table."""
+        started_s = time.perf_counter()
+        rows, notes = self.measure(context)
+        return Result(self.name, self.title, self.columns, rows, notes, time.perf_counter() - started_s)

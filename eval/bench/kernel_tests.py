@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.bench import green
+from eval.core.isolation import Workers, tell
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout that this file is in."""
@@ -39,17 +41,11 @@ class NotGreen(Exception):
 
 @dataclass(frozen=True)
 class Selection:
-    """Tests of one backend.
+    """Tests of one backend."""
 
-    Attributes:
-        backend: which one.
-        files: in `FOLDER`.
-        left_out: expressions of `pytest -k` for tests that are not run.
-    """
-
-    backend: str
-    files: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
+    backend: str  # which one
+    files: tuple[str, ...]  # in `FOLDER`
+    left_out: tuple[str, ...] = ()  # expressions of `pytest -k` for tests that are not run
 
     @property
     def arguments(self) -> list[str]:
@@ -77,26 +73,11 @@ class Outcome:
     finished: str
     from_earlier_run: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
-        return asdict(self)
-
     def __str__(self) -> str:
         when = (
             f"on {self.finished}, nothing changed since" if self.from_earlier_run else f"{self.seconds:.0f} s"
         )
         return f"kernel tests ({self.backend}): {self.passed} passed, {self.skipped} skipped, {when}"
-
-
-@dataclass
-class _Count:
-    """Events of a run so far."""
-
-    collected: int = 0
-    passed: int = 0
-    skipped: int = 0
-    failed: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
 
 
 def select(backend: str, isa: str | None, quick: bool) -> Selection:
@@ -113,14 +94,9 @@ def require_green(
     progress: Callable[[str], object] = lambda text: None,
     root: Path = ROOT,
 ) -> Outcome:
-    """Run the kernel tests of a backend, unless they passed before and nothing changed since.
+    """Run the kernel tests of a backend in a checkout, unless they passed before and nothing changed since.
 
-    Args:
-        backend: the one in use.
-        isa: instruction set of its kernels, where it has one.
-        quick: only what is in use.
-        progress: told how far they are.
-        root: the checkout whose tests they are.
+    A quick run leaves out what is not in use, other instruction sets than `isa` for one.
 
     Raises:
         NotGreen: a test failed, none ran, or they cannot be run from here.
@@ -135,7 +111,7 @@ def require_green(
     before = green.digest(root, backend, selection.arguments)
     outcome = _run(selection, progress, root)
     if green.digest(root, backend, selection.arguments) == before:  # nobody edited meanwhile
-        green.note(selection.name, before, outcome.to_dict())
+        green.note(selection.name, before, asdict(outcome))
     return outcome
 
 
@@ -154,76 +130,72 @@ def _check_can_run(root: Path) -> None:
 
 
 def _run(selection: Selection, progress: Callable[[str], object], root: Path) -> Outcome:
-    started_s = time.perf_counter()
-    count = _Count()
-    command = _command(selection.arguments)
-    with subprocess.Popen(
-        command, cwd=root, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            for done in _follow(process, count):
-                progress(f"kernel tests ({selection.backend}): {done} of {count.collected}")
-        except BaseException:
-            process.kill()
-            raise
-    _judge(selection, count, process.returncode, root)
+    found = defaultdict[str, list[Any]](list)
+
+    def follow(event: tuple[str, Any]) -> None:
+        found[event[0]].append(event[1])
+        done = len(found["passed"]) + len(found["skipped"])
+        progress(f"kernel tests ({selection.backend}): {done} of {sum(found['collected'])}")
+
+    # With tensors so small, threads that wait actively on a busy machine take ten times as long.
+    environment = {"PYTHONPATH": os.pathsep.join(_paths()), "OMP_WAIT_POLICY": "PASSIVE"}
+    workers = Workers(run_pytest, environment=environment, on_event=follow)
+    done = workers.one(root, selection.arguments)
+    again = f"see it with (in {root}): {shlex.join(['python', '-m', 'pytest', *selection.arguments])}"
+    if found["failed"]:
+        test = shlex.join(["python", "-m", "pytest", found["failed"][0]])
+        raise NotGreen(f"{found['failed'][0]} fails; see it with (in {root}): {test}")
+    status = done.exit_code if done.value is None else done.value
+    if status not in (0, 5):  # 5: no tests
+        last = " / ".join([line.strip() for line in done.log.splitlines() if line.strip()][-_LAST_LINES:])
+        raise NotGreen(f"pytest ended with status {status} ({last or done.problem or 'no message'}); {again}")
+    if not found["passed"]:
+        raise NotGreen(
+            f"no kernel test of backend {selection.backend!r} ran ({len(found['skipped'])} skipped) of "
+            f"{', '.join(selection.files)} in {root / FOLDER}; run from a full checkout of the project"
+        )
     return Outcome(
         selection.backend,
         [f"{FOLDER}/{name}" for name in selection.files],
         list(selection.left_out),
-        count.passed,
-        count.skipped,
-        round(time.perf_counter() - started_s, 1),
+        len(found["passed"]),
+        len(found["skipped"]),
+        round(done.seconds, 1),
         datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
-def _command(arguments: list[str]) -> list[str]:
-    plugin = ["-p", "eval.bench.pytest_events", "--capture=sys", "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", "-x", "-o", "addopts=", *plugin, *arguments]
+def _paths() -> list[str]:
+    return [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
-def _environment() -> dict[str, str]:
-    """The user's, without what would choose other tests or other plugins."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **inherited,
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-        # With tensors so small, threads that wait actively on a busy machine take ten times as long.
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
+# --- in a process of their own ------------------------------------------------------------------------------
 
 
-def _follow(process: subprocess.Popen[str], count: _Count) -> Iterator[int]:
-    """Count what the tests say; yields how many are done."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        try:
-            ((event, value),) = json.loads(line).items()
-        except (ValueError, AttributeError):  # not one of ours
-            count.said = [*count.said, line.strip()][-_LAST_LINES:]
-            continue
-        if event == "collected":
-            count.collected = value
-        elif event == "failed":
-            count.failed.append(value)
-        else:
-            setattr(count, event, getattr(count, event) + 1)
-        yield count.passed + count.skipped
+def run_pytest(root: Path, arguments: list[str]) -> int:
+    """Run tests of a checkout, without what the user's variables and plugins would add; the exit status."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    import pytest
+
+    return int(pytest.main(["-x", "-o", "addopts=", "-p", "no:cacheprovider", *arguments], [_Events()]))
 
 
-def _judge(selection: Selection, count: _Count, status: int, root: Path) -> None:
-    if count.failed:
-        again = shlex.join(["python", "-m", "pytest", count.failed[0]])
-        raise NotGreen(f"{count.failed[0]} fails; see it with (in {root}): {again}")
-    if status not in (0, 5):  # 5: no tests
-        again = shlex.join(["python", "-m", "pytest", *selection.arguments])
-        said = " / ".join(filter(None, count.said)) or "no message"
-        raise NotGreen(f"pytest ended with status {status} ({said}); see it with (in {root}): {again}")
-    if count.passed == 0:
-        raise NotGreen(
-            f"no kernel test of backend {selection.backend!r} ran ({count.skipped} skipped) of "
-            f"{', '.join(selection.files)} in {root / FOLDER}; run from a full checkout of the project"
-        )
+class _Events:
+    """A plugin that tells how the tests go."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        tell(("collected", len(session.items)))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # a file that cannot be imported is a test that failed
+            tell(("failed", report.nodeid))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:  # before or after the test counts too
+            tell(("failed", report.nodeid))
+        elif report.skipped or report.when == "call":
+            tell((report.outcome, report.nodeid))

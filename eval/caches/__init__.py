@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import paged, stock
-from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention, tensor_bytes
+from .base import CacheEntry, CacheUnavailable, Demand, restore_attention, tensor_bytes
 
 __all__ = [
     "ALIASES",
@@ -11,7 +11,6 @@ __all__ = [
     "CacheEntry",
     "CacheUnavailable",
     "Demand",
-    "KvBytes",
     "restore_attention",
     "tensor_bytes",
 ]

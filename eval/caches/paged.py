@@ -6,9 +6,10 @@ import dataclasses
 import functools
 from typing import Any
 
+from eval.core.measure import KvBytes
 from hf_paged_cache.config import DTYPE_ALIASES, LAYER_DTYPES, KVCacheDtype
 
-from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention
+from .base import CacheEntry, CacheUnavailable, Demand, restore_attention
 
 
 def _create(kv_cache_dtype: KVCacheDtype, model: Any, demand: Demand) -> Any:

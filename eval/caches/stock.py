@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from .base import CacheEntry, CacheUnavailable, Demand, KvBytes, restore_attention, tensor_bytes
+from eval.core.measure import KvBytes
+
+from .base import CacheEntry, CacheUnavailable, Demand, restore_attention, tensor_bytes
 
 AXES: dict[str, dict[str, int]] = {"quanto": {}, "hqq": {"axis_key": 1, "axis_value": 1}}
 """Backend -> arguments that differ from the defaults (groups of 64, up to 128 of the newest tokens as they
@@ -36,9 +38,9 @@ def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
 
 def _copied(cache: Any) -> Any:
     """A cache of the same keys and values: these layers put new ones in their place and write into none."""
-    twin = copy.copy(cache)
-    twin.layers = [_copied_layer(layer) for layer in cache.layers]
-    return twin
+    copied = copy.copy(cache)
+    copied.layers = [_copied_layer(layer) for layer in cache.layers]
+    return copied
 
 
 def _copied_layer(layer: Any) -> Any:

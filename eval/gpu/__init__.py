@@ -1,10 +1,6 @@
-"""The parts of `eval/gpu_check.py`.
+"""Correctness, speed and memory on a GPU within a time budget: `python -m eval gpu`.
 
-A section is a list of items (`items`); worker processes run them (`worker`), a supervisor that never touches
-the device starts the workers, restarts the dead and stops the late (`supervisor`).
-
-- `kernels` and `history`, `parity`, `attention`, `end_to_end`: the four sections;
-- `sections`: their registry; `settings`, `budget`: what to run, and how long;
-- `device`: everything that differs between a GPU and the CPU of a dry run;
-- `goals`, `table`, `report`: what comes out.
+A section is a list of items (`items`, `plan`), which workers run that may die (`worker`, `cli`). Sections a
+and b, `kernels`, `formats` and `parity`, are about what is right; c and d are the benches of `eval.bench` on
+this device (`benches`). `cases` brings what the tests compare with there, `report` says what came out.
 """

@@ -1,192 +1,189 @@
-"""The command line of `eval/gpu_check.py`, and the run as a whole."""
+"""The command line of `python -m eval gpu`, and the run as a whole."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
 
-from eval.gpu.budget import RESERVE_S, Budget
+import typer
+
+from eval.core.console import header, terminal, usage_errors
+from eval.core.errors import UsageError
+from eval.core.isolation import Call, Outcome, Workers
 from eval.gpu.items import Item, Record
-from eval.gpu.report import Report
-from eval.gpu.sections import DRY_RUN_PHASE_WEIGHTS, PHASE_WEIGHTS, SECTIONS, items_of
-from eval.gpu.settings import DEFAULT_BUDGET_S, DRY_RUN_BUDGET_S, Settings
-from eval.gpu.supervisor import ROOT, Supervisor, shares_of
+from eval.gpu.plan import (
+    CORRECTNESS,
+    DEFAULT_BUDGET_S,
+    DRY_RUN_BUDGET_S,
+    RESERVE_S,
+    SECTIONS,
+    Settings,
+    deadline,
+    items_of,
+    phases_of,
+)
 
-EXIT_USAGE = 2
+if TYPE_CHECKING:
+    from eval.gpu.report import Report
+
+ROOT = Path(__file__).resolve().parents[2]
 MAX_JOBS = 12
-SAY_EVERY_S = 5.0
+MAX_DEATHS = 6
+"""Workers of one job that may die; each one means that an item took it down."""
+GRACE_S = 10.0
+"""How long after its limit an item's process is killed: the item cannot stop itself."""
 FILE_NAME = "gpu_check.json"
 
-
-def run(arguments: list[str]) -> int:
-    """Run the command line: 0, 1 (something is wrong), 2 (a request that cannot be met)."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
-    try:
-        settings = _settings(given)
-    except ValueError as error:
-        parser.error(str(error))
-    if not settings.dry_run and not _has_gpu():
-        print("no CUDA device here; --dry-run takes the same paths at toy sizes on the CPU", flush=True)
-        return EXIT_USAGE
-    return check(settings, _folder(settings) / FILE_NAME)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+Run = Callable[[Settings, Sequence[Call], float, int], Generator[Outcome]]
+ItemsOf = Callable[[str, Settings], list[Item]]
 
 
-def check(
-    settings: Settings,
-    path: Path,
-    *,
-    items_of: Callable[[str, Settings], list[Item]] = items_of,
-    supervisor: Callable[[Settings, Callable[[str, Record], None]], Supervisor] = Supervisor,
-) -> int:
-    """Run the sections, write the file, print the table; the exit code.
+@app.command()
+def gpu(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Toy sizes on the CPU, Triton interpreted.")
+    ] = False,
+    sections: Annotated[str, typer.Option(help="Letters, comma-separated; default: all.")] = ",".join(
+        SECTIONS
+    ),
+    budget_s: Annotated[
+        float | None, typer.Option(help=f"Seconds in all; default: {DEFAULT_BUDGET_S:.0f}.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all random inputs; default: the clock.")] = None,
+    backend: Annotated[str, typer.Option(help="Kernels to check.")] = "triton",
+    jobs: Annotated[int | None, typer.Option(help="Processes at one time where nothing is timed.")] = None,
+) -> None:
+    """Check the paged kernels on this GPU against float64, then measure them.
 
-    Args:
-        settings: what to run.
-        path: the JSON file.
-        items_of: the items of a section.
-        supervisor: makes what runs them.
+    The exit code is 1 if something is wrong; required numbers that are missed are only reported. Needs only
+    torch, numpy, triton and transformers beside this project, and no downloads.
     """
-    from eval.gpu import environment, table
+    with usage_errors():
+        settings = settings_of(dry_run, sections, budget_s, seed, backend, jobs)
+        if not dry_run and not _has_gpu():
+            raise UsageError("no CUDA device here; --dry-run takes the same paths at toy sizes on the CPU")
+    kept = Path(tempfile.gettempdir()) if dry_run else ROOT / "eval" / "results"
+    raise typer.Exit(check(settings, Path(os.environ.get("OUT") or kept) / FILE_NAME))
 
-    phases = _phases(settings)
-    weights = DRY_RUN_PHASE_WEIGHTS if settings.dry_run else PHASE_WEIGHTS
-    budget = Budget(settings.budget_s, {phase: weights[phase] for phase in phases})
-    report = Report(settings, path, environment.describe(settings))
-    say = Progress(budget, report)
-    report.write()
-    say(f"{environment.headline(report.environment)}; seed {settings.seed}, {settings.budget_s:.0f} s")
-    runner = supervisor(settings, say.record)
+
+def settings_of(
+    dry_run: bool, sections: str, budget_s: float | None, seed: int | None, backend: str, jobs: int | None
+) -> Settings:
+    """The settings of a run, with defaults for what is not given.
+
+    Raises:
+        UsageError: a request that makes no sense.
+    """
+    letters = [letter.strip() for letter in sections.split(",") if letter.strip()]
+    if not letters or set(letters) - set(SECTIONS):
+        raise UsageError(f"--sections takes letters out of {', '.join(SECTIONS)}, got {sections!r}")
+    if budget_s is None:
+        budget_s = DRY_RUN_BUDGET_S if dry_run else DEFAULT_BUDGET_S
+    if not budget_s > RESERVE_S:
+        raise UsageError(f"--budget-s must be above {RESERVE_S:g}, which the report takes; got {budget_s:g}")
+    if jobs is None:
+        jobs = 1 if dry_run else max(1, min(MAX_JOBS, (os.cpu_count() or 3) - 2))
+    if jobs < 1:
+        raise UsageError(f"--jobs must be a positive number of processes, got {jobs}")
+    seed = time.time_ns() % 2**31 if seed is None else seed
+    return Settings(dry_run, backend, seed, budget_s, tuple(x for x in SECTIONS if x in letters), jobs)
+
+
+def in_workers(settings: Settings, calls: Sequence[Call], deadline: float, jobs: int) -> Generator[Outcome]:
+    """Run items in processes that never see each other's faults."""
+    from eval.gpu.worker import run_one
+
+    environment = {"HF_PAGED_CACHE_BACKEND": settings.backend}
+    if settings.dry_run:
+        environment["TRITON_INTERPRET"] = "1"  # triton reads it once, when it is imported
+    workers = Workers(run_one, jobs, environment=environment, max_deaths=MAX_DEATHS * jobs)
+    return workers.run(calls, deadline)
+
+
+def check(settings: Settings, path: Path, *, items_of: ItemsOf = items_of, run: Run = in_workers) -> int:
+    """Run the sections, write the file, print the tables; the exit code."""
+    from eval.gpu.report import Report
+
+    started = time.time()
+    report = Report(settings, path, _environment(settings))
+    described = header(report.environment, settings.backend)
+    report.say(f"seed {settings.seed}, {settings.budget_s:.0f} s; {described}")
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        for phase, letters in phases.items():
-            _run_phase(phase, letters, settings, budget, report, runner, say, items_of)
+        for phase, letters in phases_of(settings).items():
+            begun, ends = time.time(), deadline(settings, phase, started + settings.budget_s - RESERVE_S)
+            report.say(f"{phase}: sections {', '.join(letters)}, {ends - begun:.0f} s at most")
+            report.write()
+            items = _items(letters, settings, items_of, report)
+            calls = [
+                Call((settings, *place), item.limit_s + GRACE_S, item.needs_s)
+                for place, item in items.items()
+            ]
+            jobs = settings.jobs if phase == CORRECTNESS else 1
+            with contextlib.closing(run(settings, calls, ends, jobs)) as outcomes:
+                for outcome in outcomes:
+                    _, letter, key = outcome.call.arguments
+                    report.add(letter, _record_of(items[letter, key], outcome))
+            report.seconds |= dict.fromkeys(letters, round(time.time() - begun, 1))
         report.finished = True
     except KeyboardInterrupt:
-        say("interrupted; what is known so far:")
+        report.say("interrupted; what is known so far:")
     finally:
-        runner.stop()
         report.write()
         signal.signal(signal.SIGTERM, before)
-    print(f"\n{table.text_of(report)}\n{budget.elapsed_s():.0f} s in all; all numbers in {path}", flush=True)
+    report.show(terminal())
+    print(f"{time.time() - started:.0f} s in all; all numbers in {path}", flush=True)
     return report.exit_code
 
 
-class Progress:
-    """Says what happens, and how far the run is."""
-
-    def __init__(self, budget: Budget, report: Report) -> None:
-        self._budget = budget
-        self._report = report
-        self._said_s = 0.0
-        self.expected: dict[str, int] = {}
-
-    def __call__(self, text: str) -> None:
-        """Print a line with the time."""
-        print(f"[{self._budget.elapsed_s():4.0f} s] {text}", flush=True)
-
-    def record(self, letter: str, record: Record) -> None:
-        """Take a record in. Failures are said at once, the rest every few seconds."""
-        self._report.add(letter, record)
-        if record.is_failure:
-            self(f"{letter}:{record.key} {record.status}: {record.reason[:160]}")
-        if time.monotonic() - self._said_s >= SAY_EVERY_S:
-            self._said_s = time.monotonic()
-            counts = [
-                f"{name} {len(self._report.records.get(name, {}))}/{count}"
-                for name, count in self.expected.items()
-            ]
-            self(f"{', '.join(counts)}; last {letter}:{record.key} ({record.seconds:.1f} s)")
-
-
-def _run_phase(
-    phase: str,
-    letters: list[str],
-    settings: Settings,
-    budget: Budget,
-    report: Report,
-    runner: Supervisor,
-    say: Progress,
-    items_of: Callable[[str, Settings], list[Item]],
-) -> None:
-    """The sections of a phase at one time. One that cannot be begun is recorded, and the others run."""
-    started_s, deadline = time.monotonic(), budget.deadline(phase)
-    shares = []
-    for letter in letters:
+def _items(
+    letters: list[str], settings: Settings, items_of: ItemsOf, report: Report
+) -> dict[tuple[str, str], Item]:
+    """Items by section and key. A section that cannot be begun is recorded, and the others run."""
+    items: dict[tuple[str, str], Item] = {}
+    for letter in reversed(letters):  # what takes longest is begun first
         try:
-            items = items_of(letter, settings)
+            found = items_of(letter, settings)
         except Exception:
-            report.crashes[letter] = traceback.format_exc()
-            say(f"section {letter} crashed: {report.crashes[letter].strip().splitlines()[-1]}")
+            report.crash(letter, traceback.format_exc())
             continue
-        say.expected[letter] = len(items)
-        shares += shares_of(letter, items, min(SECTIONS[letter].workers, settings.jobs))
-    say(f"{phase}: sections {', '.join(letters)}, {deadline - time.time():.0f} s at most")
-    runner.run(shares, deadline, settings.jobs)
-    for letter in letters:
-        report.seconds[letter] = round(time.monotonic() - started_s, 1)
-    report.write()
+        report.expected[letter] = len(found)
+        items |= {(letter, item.key): item for item in found}
+    return items
 
 
-def _phases(settings: Settings) -> dict[str, list[str]]:
-    phases: dict[str, list[str]] = {}
-    for letter, section in SECTIONS.items():
-        if letter in settings.sections:
-            phases.setdefault(section.phase, []).append(letter)
-    return phases
+def _record_of(item: Item, outcome: Outcome) -> Record:
+    if outcome.problem is None:
+        record: Record = outcome.value
+        return record
+    fields: dict[str, Any] = {"optional": item.optional, "seconds": outcome.seconds}
+    if outcome.is_skipped:
+        return Record(item.key, skipped=outcome.problem, **fields)
+    return Record(item.key, crash=f"{outcome.log}\n{outcome.problem}", **fields)
 
 
-def _settings(given: argparse.Namespace) -> Settings:
-    letters = [letter.strip() for letter in given.sections.split(",") if letter.strip()]
-    unknown = sorted(set(letters) - set(SECTIONS))
-    if unknown or not letters:
-        raise ValueError(f"--sections takes letters out of {', '.join(SECTIONS)}, got {given.sections!r}")
-    default_s = DRY_RUN_BUDGET_S if given.dry_run else DEFAULT_BUDGET_S
-    budget_s = default_s if given.budget_s is None else given.budget_s
-    if not budget_s > RESERVE_S:
-        raise ValueError(f"--budget-s must be above {RESERVE_S:g}, which the report takes; got {budget_s:g}")
-    default_jobs = 1 if given.dry_run else max(1, min(MAX_JOBS, (os.cpu_count() or 3) - 2))
-    jobs = default_jobs if given.jobs is None else given.jobs
-    if jobs < 1:
-        raise ValueError(f"--jobs must be a positive number of processes, got {jobs}")
-    return Settings(
-        dry_run=given.dry_run,
-        backend=given.backend,
-        seed=time.time_ns() % 2**31 if given.seed is None else given.seed,
-        budget_s=budget_s,
-        sections=tuple(letter for letter in SECTIONS if letter in letters),
-        jobs=jobs,
-    )
+def _environment(settings: Settings) -> dict[str, Any]:
+    """Machine, versions, GPU and driver, ready for JSON."""
+    import torch
 
+    from eval.core.device import describe
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpu_check",
-        description="Check the paged kernels on this GPU against float64, then measure them. The exit code "
-        "is 1 if something is wrong; goals that are missed are only reported.",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU, Triton interpreted")
-    parser.add_argument(
-        "--sections", default=",".join(SECTIONS), help="letters, comma-separated; default: all"
-    )
-    parser.add_argument("--budget-s", type=float, help=f"seconds in all (default {DEFAULT_BUDGET_S:.0f})")
-    parser.add_argument("--seed", type=int, help="of all random inputs (default: the clock)")
-    parser.add_argument("--backend", default="triton", help="kernels to check (default triton)")
-    parser.add_argument("--jobs", type=int, help="processes at one time where nothing is timed")
-    return parser
-
-
-def _folder(settings: Settings) -> Path:
-    """`$OUT`, or where results are kept; those of a dry run are not worth keeping."""
-    kept = Path(tempfile.gettempdir()) if settings.dry_run else ROOT / "eval" / "results"
-    return Path(os.environ.get("OUT") or kept)
+    driver = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no such program, no such driver
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    described = describe(torch.device("cpu" if settings.dry_run else "cuda"))
+    return {**described, "cuda": torch.version.cuda, "driver": driver and driver.strip()}
 
 
 def _has_gpu() -> bool:

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from eval.gpu import moved
-from eval.gpu.device import Device
+from eval.bench.models.workload import dtype_name
+from eval.core.hardware import Device
+from eval.gpu import cases
+from eval.gpu.cases import DTYPES, ROOM_FOR_THE_DRAW, bits, relative_error, shared
 from eval.gpu.items import Item, Record
-from eval.gpu.kernels import dtype_name, relative_error
-from eval.gpu.settings import Settings
-from eval.gpu.shared_cases import ROOM_FOR_THE_DRAW, attention_cases, quantized_cases
+from eval.gpu.plan import Settings
 from hf_paged_cache.formats import FORMATS
 from hf_paged_cache.kernels import dispatch, reference
 from hf_paged_cache.kernels.call import LayerBlocks, RowLengths, dense_entry
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE: dict[str, Any] = {"kv_heads": 2, "group": 3, "head_dim": 64}
 ASKED: dict[str, dict[str, Any]] = {
     "decode": {"mask": "bool_padding", "end": 150},
@@ -32,16 +31,10 @@ ASKED: dict[str, dict[str, Any]] = {
     "odd": {"end": 150, "head_dim": 80, "block_size": 16},
 }
 """What is asked over `SHAPE`; `split` is merged from several programs, with blocks in the model's dtype."""
+_TOY = {"kv_heads": 1, "head_dim": 16}
 DRY_RUN_ASKED: dict[str, dict[str, Any]] = {
-    "decode": {
-        "mask": "bool_padding",
-        "end": 20,
-        "block_size": 16,
-        "kv_heads": 1,
-        "group": 2,
-        "head_dim": 16,
-    },
-    "split": {"end": 530, "batch": 1, "mask": "bool_padding", "kv_heads": 1, "group": 1, "head_dim": 16},
+    "decode": {"mask": "bool_padding", "end": 20, "block_size": 16, "group": 2, **_TOY},
+    "split": {"end": 530, "batch": 1, "mask": "bool_padding", "group": 1, **_TOY},
 }
 DRY_RUN_STORED = ("int8", "int4")
 """One that is written per token and one in whole blocks: interpreted, a store takes seconds."""
@@ -54,7 +47,7 @@ def items(settings: Settings) -> list[Item]:
     """Attention over records, and all that writes them."""
     asked = DRY_RUN_ASKED if settings.dry_run else ASKED
     dtypes = DTYPES[1:2] if settings.dry_run else DTYPES
-    stored = {"block_size": 16, "kv_heads": 1, "head_dim": 16} if settings.dry_run else {"block_size": 32}
+    stored: dict[str, Any] = {"block_size": 16, **_TOY} if settings.dry_run else {"block_size": 32}
     return [
         *(
             Item(
@@ -85,29 +78,29 @@ def _attend(
     record: Record,
     device: Device,
 ) -> None:
-    shared = quantized_cases()
-    case = attention_cases().Case(name, **options)
-    form = shared.form_of(name, case)
-    problem = shared.build_quantized(case, form, dtype, dense="edges" if has_dense else None, seed=seed)
-    blocks = _on(problem.blocks, device)
+    tables, records = shared("kernels.cases"), shared("kernels.quantized")
+    case = tables.Case(name, **options)
+    problem = records.build_quantized(
+        case, records.form_of(name, case), dtype, dense="edges" if has_dense else None, seed=seed
+    )
+    blocks = cases.blocks_on(problem.blocks, device.torch_device)
     lengths = torch.full((case.batch,), case.end, dtype=torch.int32, device=device.torch_device)
     blocks.lengths = RowLengths(case.end, lengths)
     with device.poisoned():
-        got = dispatch.decode(blocks, moved.attention_on(problem.attention, device.torch_device))[0].cpu()
-    record.values |= {
-        "backend": dispatch.backend_name(blocks),
-        "rms_ratio": relative_error(got, problem.want),
-    }
-    allowed = ROOM_FOR_THE_DRAW * shared.TOLERANCE[dtype]
-    record.attempt(name, partial(attention_cases().assert_answers, problem, got, tolerance=allowed))
+        got, _ = dispatch.decode(blocks, cases.attention_on(problem.attention, device.torch_device))
+    got = got.cpu()
+    record.values["backend"] = dispatch.backend_name(blocks)
+    record.values["rms_ratio"] = relative_error(got, problem.want)
+    allowed = ROOM_FOR_THE_DRAW * records.TOLERANCE[dtype]
+    record.attempt(name, partial(tables.assert_answers, problem, got, tolerance=allowed))
 
 
 def _store(
     name: str, options: dict[str, Any], dtype: torch.dtype, seed: int, record: Record, device: Device
 ) -> None:
     """Two rows written token by token or in whole blocks, then their first blocks sealed."""
-    case = attention_cases().Case("store", **options)
-    form = quantized_cases().form_of(name, case)
+    case = shared("kernels.cases").Case("store", **options)
+    form = shared("kernels.quantized").form_of(name, case)
     generator = torch.Generator().manual_seed(seed)
     tokens = case.block_size * COLUMNS
     keys, values = (
@@ -115,7 +108,7 @@ def _store(
         for _ in range(2)
     )
     want = _empty(form, case.kv_heads, dtype)
-    got = _on(want, device)
+    got = cases.blocks_on(want, device.torch_device)
     got.fault = torch.zeros(2, dtype=torch.int32, device=device.torch_device)
     cuts = [0, 1, tokens - case.block_size + 1, tokens] if form.format.is_per_token else [0, tokens]
     for start, end in pairwise(cuts):
@@ -130,7 +123,7 @@ def _store(
     device.synchronize()
     record.check("no token was found unfit", not got.fault.any())
     for side, mine, theirs in (("keys", got.keys, want.keys), ("values", got.values, want.values)):
-        record.check(f"{side} in the model's dtype", torch.equal(moved.bits(mine.cpu()), moved.bits(theirs)))
+        record.check(f"{side} in the model's dtype", torch.equal(bits(mine.cpu()), bits(theirs)))
     stored = zip(form.decode(got.records.cpu()), form.decode(want.records), strict=True)
     errors = [relative_error(*pair) for pair in stored]
     record.values["rms_ratio"] = max(errors)
@@ -145,12 +138,3 @@ def _empty(form: Any, heads: int, dtype: torch.dtype) -> LayerBlocks:
     records = torch.zeros(4, heads, form.nbytes, dtype=torch.uint8)
     ids = torch.tensor([[dense_entry(0), 2, dense_entry(1)], [dense_entry(2), 0, dense_entry(3)]])
     return LayerBlocks(keys, values, ids.to(torch.int32), None, records, form, ((0, COLUMNS - 1),) * 2)
-
-
-def _on(blocks: LayerBlocks, device: Device) -> LayerBlocks:
-    """A copy on the device."""
-    placed = moved.blocks_on(blocks, device.torch_device)
-    assert blocks.records is not None, "a format has records"
-    placed.records = moved.moved(blocks.records, device.torch_device)
-    placed.form, placed.dense_columns = blocks.form, blocks.dense_columns
-    return placed

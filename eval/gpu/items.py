@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from eval.core.table import Row
+
 if TYPE_CHECKING:
-    from eval.gpu.device import Device
-
-NO_TIME = "no time"
-
-
-class Skip(Exception):
-    """Raised inside an item that cannot run here; the message says why."""
+    from eval.core.hardware import Device
 
 
 @dataclass(frozen=True)
@@ -28,25 +23,16 @@ class Check:
 
 @dataclass
 class Record:
-    """What came of an item.
+    """What came of an item."""
 
-    Attributes:
-        key: the item's.
-        values: numbers and texts, ready for JSON.
-        checks: what had to hold.
-        skipped: why it did not run, or None.
-        crash: a traceback or how the worker died, or None.
-        optional: nothing of ours fails with it (another library's kernel, say).
-        seconds: how long it took.
-    """
-
-    key: str
-    values: dict[str, Any] = field(default_factory=dict)
-    checks: list[Check] = field(default_factory=list)
-    skipped: str | None = None
-    crash: str | None = None
-    optional: bool = False
-    seconds: float = 0.0
+    key: str  # the item's
+    values: dict[str, Any] = field(default_factory=dict)  # numbers and texts, ready for JSON
+    checks: list[Check] = field(default_factory=list)  # what had to hold
+    rows: list[Row] = field(default_factory=list)  # of a bench
+    skipped: str | None = None  # why it did not run, or None
+    crash: str | None = None  # a traceback or how the worker died, or None
+    optional: bool = False  # nothing of ours fails with it (another library's kernel, say)
+    seconds: float = 0.0  # how long it took
 
     @property
     def status(self) -> str:
@@ -66,11 +52,9 @@ class Record:
     def reason(self) -> str:
         """One line on what is not as it should be; empty if all is well."""
         failed = [f"{check.what} {check.detail}".strip() for check in self.checks if not check.holds]
-        if failed:
-            return "; ".join(failed)
-        if self.crash is not None:
+        if not failed and self.crash is not None:
             return (self.crash.strip().splitlines() or ["?"])[-1]
-        return self.skipped or ""
+        return "; ".join(failed) or " ".join((self.skipped or "").split())
 
     def check(self, what: str, holds: bool, detail: str = "") -> bool:
         """Note a check; returns whether it holds. `detail` says what is wrong if it does not."""
@@ -90,30 +74,19 @@ class Record:
         return self.check(what, True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {**dataclasses.asdict(self), "status": self.status}
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Record:
-        """The inverse of `to_dict`."""
-        known = {name: value for name, value in fields.items() if name != "status"}
-        return cls(**known | {"checks": [Check(**check) for check in fields["checks"]]})
+        """Ready for JSON; the rows are in the tables of benches."""
+        fields = asdict(self)
+        del fields["rows"]
+        return {**fields, "status": self.status}
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something to run.
+    """Something to run."""
 
-    Attributes:
-        key: unique in its section; parts are separated by `/`.
-        run: does it and fills the record. What it has filled in before it crashes is kept.
-        needs_s: it is not begun with less time than this.
-        limit_s: it is stopped after so long.
-        optional: see `Record`.
-    """
-
-    key: str
+    key: str  # unique in its section; parts are separated by `/`
+    # does it and fills the record. What it has filled in before it crashes is kept
     run: Callable[[Record, Device], None]
-    needs_s: float = 1.0
-    limit_s: float = 60.0
-    optional: bool = False
+    needs_s: float = 1.0  # it is not begun with less time than this
+    limit_s: float = 60.0  # it is stopped after so long
+    optional: bool = False  # see `Record`

@@ -6,7 +6,6 @@ differently, the logits of a given text are as near to those of the same weights
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,11 +13,12 @@ from typing import Any
 
 import torch
 
-from eval.gpu.device import Device
-from eval.gpu.items import Item, Record, Skip
-from eval.gpu.settings import Settings
-from eval.gpu.shared_cases import models
+from eval.core.hardware import Device
+from eval.gpu.cases import relative_error, shared
+from eval.gpu.items import Item, Record
+from eval.gpu.plan import Settings
 
+models = shared("support.models")
 FAMILIES = ("llama", "mistral", "gemma2")
 TIE = 1e-4
 """Two logits as close as this, relative to the largest, are a tie that rounding decides."""
@@ -75,27 +75,28 @@ def items(settings: Settings) -> list[Item]:
 
 
 def _tokens(family: str, mode: Mode, seed: int, record: Record, device: Device) -> None:
-    model = models().by_name(family).build().to(device.torch_device)
+    model = models.by_name(family).build().to(device.torch_device)
     inputs = _inputs(mode, seed, device)
     with device.poisoned():
-        want = _generate(model, mode, inputs, models().host_cache(model))
-        cache = models().paged_cache(model, block_size=mode.block_size)
+        want = _generate(model, mode, inputs, models.host_cache(model))
+        cache = models.paged_cache(model, block_size=mode.block_size)
         got = _generate(model, mode, inputs, cache)
     margin = partial(_margin, model, inputs, got, want) if "num_beams" not in mode.options else None
-    _check_tokens(record, got, want, mode, margin)
-    record.check("length", cache.get_seq_length() == want.shape[1] - 1, f"{int(cache.get_seq_length())}")
-    record.attempt("blocks and tables agree", cache.check_integrity)
+    _check_tokens(record, cache, got, want, mode, margin)
     record.values["backend"] = cache.stats().backend
 
 
 def _check_tokens(
     record: Record,
+    cache: Any,
     got: torch.Tensor,
     want: torch.Tensor,
     mode: Mode,
-    margin: Callable[[], float] | None = None,
+    margin: Callable[[], float] | None,
 ) -> None:
     """That tokens are equal, ties of the host's own logits apart where `margin` can tell them."""
+    record.check("length", cache.get_seq_length() == want.shape[1] - 1, f"{int(cache.get_seq_length())}")
+    record.attempt("blocks and tables agree", cache.check_integrity)
     if not record.check("shape", got.shape == want.shape, f"{tuple(got.shape)}, not {tuple(want.shape)}"):
         return
     differ = (got != want).cpu()
@@ -115,7 +116,7 @@ def _margin(model: Any, inputs: dict[str, torch.Tensor], got: torch.Tensor, want
     from hf_paged_cache import disable
 
     disable(model)
-    logits = step_logits(model, models().host_cache(model), want, inputs)
+    logits = step_logits(model, models.host_cache(model), want, inputs)
     prompt_tokens, margins = inputs["input_ids"].shape[1], [0.0]
     for row in range(len(want)):
         differ = (got[row] != want[row]).nonzero()
@@ -129,16 +130,15 @@ def _margin(model: Any, inputs: dict[str, torch.Tensor], got: torch.Tensor, want
 
 def _generate(model: Any, mode: Mode, inputs: dict[str, torch.Tensor], cache: Any, **more: Any) -> Any:
     options = {"max_new_tokens": mode.new_tokens, "do_sample": False, **mode.options, **more}
-    return model.generate(**inputs, **options, **{models().cache_kwarg(): cache})
+    return model.generate(**inputs, **options, **{models.cache_kwarg(): cache})
 
 
 def _inputs(mode: Mode, seed: int, device: Device) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shared = models()
-    ids = torch.randint(3, shared.VOCAB, (len(mode.pads), mode.prompt_tokens), generator=generator)
+    ids = torch.randint(3, models.VOCAB, (len(mode.pads), mode.prompt_tokens), generator=generator)
     mask = torch.ones_like(ids)
     for row, pads in enumerate(mode.pads):
-        ids[row, :pads] = shared.PAD
+        ids[row, :pads] = models.PAD
         mask[row, :pads] = 0
     return {"input_ids": ids.to(device.torch_device), "attention_mask": mask.to(device.torch_device)}
 
@@ -146,21 +146,12 @@ def _inputs(mode: Mode, seed: int, device: Device) -> dict[str, torch.Tensor]:
 # --- the compiled decode step -------------------------------------------------------------------------------
 
 
-def has_compile_argument() -> bool:
-    """Whether this `PagedCache` can be asked to be compileable."""
-    from hf_paged_cache import PagedCache
-
-    return "compile" in inspect.signature(PagedCache.__init__).parameters
-
-
 def _compiled(mode: Mode, seed: int, record: Record, device: Device) -> None:
     from hf_paged_cache import PagedCache
 
-    if not has_compile_argument():
-        raise Skip("PagedCache takes no argument `compile`")
-    model = models().by_name("llama").build().to(device.torch_device)
+    model = models.by_name("llama").build().to(device.torch_device)
     inputs = _inputs(mode, seed, device)
-    want = _generate(model, mode, inputs, models().host_cache(model))
+    want = _generate(model, mode, inputs, models.host_cache(model))
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -169,9 +160,7 @@ def _compiled(mode: Mode, seed: int, record: Record, device: Device) -> None:
         cache = PagedCache(model, **options)
         got = _generate(model, mode, inputs, cache, **device.compile_options())
         is_compileable = bool(cache.is_compileable)
-    _check_tokens(record, got, want, mode, partial(_margin, model, inputs, got, want))
-    record.check("length", cache.get_seq_length() == want.shape[1] - 1, f"{int(cache.get_seq_length())}")
-    record.attempt("blocks and tables agree", cache.check_integrity)
+    _check_tokens(record, cache, got, want, mode, partial(_margin, model, inputs, got, want))
     compiled = hasattr(model, "_compiled_call") and bool(counters["stats"].get("unique_graphs"))
     record.values |= {
         "is_compileable": is_compileable,
@@ -188,16 +177,15 @@ def _compiled(mode: Mode, seed: int, record: Record, device: Device) -> None:
 
 
 def _logits(family: str, mode: Mode, seed: int, record: Record, device: Device) -> None:
-    shared = models()
-    model = shared.by_name(family).build(dtype=torch.bfloat16).to(device.torch_device)
-    exact_model = shared.by_name(family).build(dtype=torch.bfloat16).float().to(device.torch_device)
+    model = models.by_name(family).build(dtype=torch.bfloat16).to(device.torch_device)
+    exact_model = models.by_name(family).build(dtype=torch.bfloat16).float().to(device.torch_device)
     inputs = _inputs(mode, seed, device)
-    text = _generate(model, mode, inputs, shared.host_cache(model))
+    text = _generate(model, mode, inputs, models.host_cache(model))
     with device.poisoned():
-        exact = step_logits(exact_model, shared.host_cache(exact_model), text, inputs)
-        host = step_logits(model, shared.host_cache(model), text, inputs)
-        paged = step_logits(model, shared.paged_cache(model, block_size=mode.block_size), text, inputs)
-    errors = {name: _rms_ratio(logits, exact) for name, logits in (("host", host), ("paged", paged))}
+        exact = step_logits(exact_model, models.host_cache(exact_model), text, inputs)
+        host = step_logits(model, models.host_cache(model), text, inputs)
+        paged = step_logits(model, models.paged_cache(model, block_size=mode.block_size), text, inputs)
+    errors = {name: relative_error(logits, exact) for name, logits in (("host", host), ("paged", paged))}
     ratio = errors["paged"] / errors["host"]
     record.values |= {"host_error": errors["host"], "paged_error": errors["paged"], "over_host": ratio}
     record.bound("error over the host's own", ratio, MAX_ERROR_OVER_HOST)
@@ -217,12 +205,8 @@ def step_logits(model: Any, cache: Any, text: torch.Tensor, inputs: dict[str, to
             text[:, done:end],
             attention_mask=mask[:, :end],
             position_ids=positions[:, done:end],
-            **{models().cache_kwarg(): cache},
+            **{models.cache_kwarg(): cache},
         )
         logits.append(outputs.logits[:, -1])
         done = end
     return torch.stack(logits, dim=1).float()
-
-
-def _rms_ratio(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float(((got.double() - want.double()).square().mean() / want.double().square().mean()).sqrt())

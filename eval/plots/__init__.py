@@ -7,19 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eval.plots.looks import looks_of
-from eval.plots.picture import Picture
-from eval.rows import Run
+from eval.plots.looks import Picture, looks_of
+from eval.run.rows import Run
 
 __all__ = ["Picture", "draw"]
 
 
 def draw(run: Run, folder: Path) -> list[Picture] | None:
-    """Write the pictures of a run into its folder, as PNG; a question that was not asked has none.
-
-    Args:
-        run: what was measured.
-        folder: exists already.
+    """Write the pictures of a run into its folder, which exists, as PNG; a question not asked has none.
 
     Returns:
         What was written, or None where matplotlib is not installed.
@@ -28,19 +23,16 @@ def draw(run: Run, folder: Path) -> list[Picture] | None:
         import matplotlib  # noqa: F401
     except ImportError:
         return None
-    from eval.plots import bars, frontier, heat, memory_by_context, time_by_context
+    from eval.plots import bars, frontier, heat, lines
 
     looks = looks_of(run.rows)
+    about = [Path(run.source).name, run.settings.get("dtype"), run.environment.get("device")]
     written: list[Picture] = []
-    for question in (frontier, heat, memory_by_context, time_by_context, bars.MEMORY, bars.TIME):
+    for question in (frontier, heat, lines.MEMORY, lines.TIME, bars.MEMORY, bars.TIME):
         figure = question.figure(run.rows, looks)
         if figure is not None:
-            figure.suptitle(f"{question.PICTURE.title}\n{_about(run)}", fontsize="medium", parse_math=False)
+            title = f"{question.PICTURE.title}\n{', '.join(str(word) for word in about if word)}"
+            figure.suptitle(title, fontsize="medium", parse_math=False)
             figure.savefig(folder / question.PICTURE.file_name, format="png")
             written.append(question.PICTURE)
     return written
-
-
-def _about(run: Run) -> str:
-    words = [Path(run.source).name, run.settings.get("dtype"), run.environment.get("device")]
-    return ", ".join(str(word) for word in words if word)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from eval.lookups import MIB, by_task
-from eval.plots.looks import Look
-from eval.plots.picture import Picture
-from eval.rows import Row, Spread
+from eval.plots.looks import DPI, Look, Picture
+from eval.run.lookups import MIB, by_task
+from eval.run.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +19,6 @@ _WIDTH_INCHES = 9.0
 _INCHES_PER_BAR = 0.36
 _INCHES_PER_TASK = 0.5  # its name
 _INCHES_AROUND = 1.3  # title above, axis below
-_DPI = 120
 _ROOM_FOR_NUMBERS = 1.25
 # Light enough for the hatch to be seen; told apart by the hatch alone when printed in grey.
 _COLOURS = ("#dddddd", "#8ecae6", "#ffd166", "#b7e4c7", "#f4a6a6", "#cdb4db")
@@ -29,17 +27,12 @@ _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "++")
 
 @dataclass(frozen=True)
 class Measure:
-    """One column of bars.
+    """One column of bars."""
 
-    Attributes:
-        label: of its axis, with the unit.
-        value: what it shows of a row, in that unit; None where it was not measured.
-        spec: how the number at the end of a bar is written.
-    """
-
-    label: str
+    label: str  # of its axis, with the unit
+    # what it shows of a row, in that unit; None where it was not measured
     value: Callable[[Row], float | None]
-    spec: str
+    spec: str  # how the number at the end of a bar is written
 
 
 @dataclass(frozen=True)
@@ -54,17 +47,17 @@ class Bars:
         if any(row.contexts for row in rows) or not any(m.value(row) for row in rows for m in self.measures):
             return None
         height = _INCHES_AROUND + _INCHES_PER_TASK * len(by_task(rows)) + _INCHES_PER_BAR * len(rows)
-        result = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
+        result = Figure(figsize=(_WIDTH_INCHES, height), dpi=DPI, layout="constrained")
         _fill(result, self.measures, by_task(rows), {cache: number for number, cache in enumerate(looks)})
         return result
 
 
-def _mib(value: int | None) -> float | None:
-    return None if value is None else value / MIB
+def _mib(name: str) -> Callable[[Row], float | None]:
+    return lambda row: None if getattr(row, name) is None else getattr(row, name) / MIB
 
 
-def _median(value: Spread | None) -> float | None:
-    return None if value is None else value.median
+def _median(name: str) -> Callable[[Row], float | None]:
+    return lambda row: None if getattr(row, name) is None else getattr(row, name).median
 
 
 MEMORY = Bars(
@@ -72,15 +65,15 @@ MEMORY = Bars(
         "memory.png", "Memory", "Left: keys and values held at the end. Right: what a batch took at most."
     ),
     (
-        Measure("KV held at the end, largest batch (MiB)", lambda row: _mib(row.kv_bytes), ".2f"),
-        Measure("Largest rise of memory in a batch (MiB)", lambda row: _mib(row.rise_bytes), ".0f"),
+        Measure("KV held at the end, largest batch (MiB)", _mib("kv_bytes"), ".2f"),
+        Measure("Largest rise of memory in a batch (MiB)", _mib("rise_bytes"), ".0f"),
     ),
 )
 TIME = Bars(
     Picture("time.png", "Time", "Left: the forward of the whole prompt. Right: one decode step."),
     (
-        Measure("Prefill, median (ms)", lambda row: _median(row.prefill_ms), ".1f"),
-        Measure("Decode, median over steps (ms/token)", lambda row: _median(row.decode_ms), ".2f"),
+        Measure("Prefill, median (ms)", _median("prefill_ms"), ".1f"),
+        Measure("Decode, median over steps (ms/token)", _median("decode_ms"), ".2f"),
     ),
 )
 
@@ -109,15 +102,35 @@ def _fill(
 
 def _bars(axes: Axes, measure: Measure, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
     values = [measure.value(row) for row in rows]
+    texts = ["not measured" if value is None else format(value, measure.spec) for value in values]
+    looks = [
+        (_COLOURS[numbers[row.cache] % len(_COLOURS)], _HATCHES[numbers[row.cache] % len(_HATCHES)])
+        for row in rows
+    ]
+    draw_bars(
+        axes, rows[0].task, [row.cache for row in rows], [value or 0.0 for value in values], texts, looks
+    )
+
+
+def draw_bars(
+    axes: Axes,
+    title: str,
+    names: Sequence[str],
+    values: Sequence[float],
+    texts: Sequence[str],
+    looks: Sequence[tuple[str, str]],
+    left: float = 0.0,
+) -> None:
+    """Draw a bar for each name from `left` to its value, with a text at its end; looks: colour and hatch."""
     bars = axes.barh(
-        [row.cache for row in rows],
-        [0.0 if value is None else value for value in values],
-        color=[_COLOURS[numbers[row.cache] % len(_COLOURS)] for row in rows],
-        hatch=[_HATCHES[numbers[row.cache] % len(_HATCHES)] for row in rows],
+        names,
+        [max(0.0, value - left) for value in values],
+        left=left,
+        color=[colour for colour, _ in looks],
+        hatch=[hatch for _, hatch in looks],
         edgecolor="black",
         linewidth=0.6,
     )
-    texts = ["not measured" if value is None else format(value, measure.spec) for value in values]
-    axes.bar_label(bars, texts, padding=3)
-    axes.set_title(rows[0].task, loc="left", fontsize="medium", fontweight="bold")
+    axes.bar_label(bars, texts, padding=3, fontsize="small")
+    axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,20 +1,17 @@
-"""What quality each cache keeps for its bits."""
+"""Quality that each cache keeps for its bits, and which caches no other one beats."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from eval.lookups import DEFAULT_CACHE, by_task
-from eval.plots.beside import Named, write_beside
-from eval.plots.front import Point, front, points
-from eval.plots.looks import Look
-from eval.plots.picture import Picture
-from eval.rows import Metric, Row
+from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
+from eval.run.lookups import DEFAULT_CACHE, by_task
+from eval.run.rows import Metric, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,20 +19,62 @@ if TYPE_CHECKING:
 PICTURE = Picture(
     "quality_by_bits.png",
     "Quality against bits per value",
-    f"The main metric of each task, as difference to {DEFAULT_CACHE}; better is always up. Bars are 95 % "
-    "intervals; where one reaches zero the difference is noise. Filled, bold and joined by the dashed line: "
-    "no other cache is as good with fewer bits, or better with as many (noise counts as zero). Where all "
-    "differences have one sign and some are a hundred times as large as others, their axis is one of powers.",
+    f"The main metric of each task, as difference to {DEFAULT_CACHE}; better is always up, and so are the "
+    "names. Bars are 95 % intervals; where one reaches zero the difference is noise. Filled, bold and joined "
+    "by the dashed line: no other cache is as good with fewer bits, or better with as many (noise counts as "
+    "zero). Where all differences have one sign and some are a hundred times as large as others, their axis "
+    "is one of powers.",
 )
-_PANEL_INCHES = (5.6, 4.2)
-_LEFT_INCHES, _RIGHT_INCHES, _TOP_INCHES, _BOTTOM_INCHES = 0.85, 0.15, 1.0, 0.6
-_DPI = 120
-_NAME_POINTS = 8.0
+_PANEL_INCHES = (6.2, 4.2)
+_TITLE_INCHES = 0.6
 _BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
-_ROOM = 1.45
+_ROOM = 1.2
 """Free space at both ends of the axis of bits, as a factor."""
 _WIDE = 100.0
 """Differences of one sign that are so many times apart get an axis of powers."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Caches of one task that lie on the same spot."""
+
+    caches: tuple[str, ...]  # their names
+    bits: float  # per value
+    difference: float  # of the main metric to the default cache
+    low: float  # lower end of its interval
+    high: float  # upper end
+    quality: float  # `difference`, better upwards; zero where it is noise
+
+
+def points(rows: Sequence[Row]) -> list[Point]:
+    """Return the spots of one task's caches; those without bits or a difference have none."""
+    spots: dict[tuple[float, float, float, float, float], list[str]] = {}
+    for row in rows:
+        place = _place(row.cache, row.metrics[0]) if row.metrics else None
+        if place is not None and row.bits_per_value is not None:
+            spots.setdefault((round(row.bits_per_value, 2), *place), []).append(row.cache)
+    return [Point(tuple(names), *spot) for spot, names in spots.items()]
+
+
+def _place(cache: str, metric: Metric) -> tuple[float, float, float, float] | None:
+    if cache == DEFAULT_CACHE:
+        return 0.0, 0.0, 0.0, 0.0
+    if metric.difference is None or metric.difference_low is None or metric.difference_high is None:
+        return None
+    upwards = metric.difference if metric.higher_is_better else -metric.difference
+    quality = 0.0 if metric.verdict in ("same", "noise") else upwards
+    return metric.difference, metric.difference_low, metric.difference_high, quality
+
+
+def front(found: Sequence[Point]) -> list[Point]:
+    """Return the points that no other beats (the Pareto front), from few bits to many."""
+    unbeaten = [point for point in found if not any(_beats(other, point) for other in found)]
+    return sorted(unbeaten, key=lambda point: point.bits)
+
+
+def _beats(one: Point, other: Point) -> bool:
+    as_good = one.bits <= other.bits and one.quality >= other.quality
+    return as_good and (one.bits, one.quality) != (other.bits, other.quality)
 
 
 def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
@@ -46,23 +85,25 @@ def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
         return None
     columns = min(2, len(panels))
     lines = math.ceil(len(panels) / columns)
-    width = columns * (_PANEL_INCHES[0] + _LEFT_INCHES) + _RIGHT_INCHES
-    height = _TOP_INCHES + lines * (_PANEL_INCHES[1] + _BOTTOM_INCHES) + (lines - 1) * 0.3
-    result = Figure(figsize=(width, height), dpi=_DPI)
-    result.subplots_adjust(
-        _LEFT_INCHES / width,
-        _BOTTOM_INCHES / height,
-        1 - _RIGHT_INCHES / width,
-        1 - _TOP_INCHES / height,
-        wspace=_LEFT_INCHES / _PANEL_INCHES[0],
-        hspace=(_BOTTOM_INCHES + 0.3) / _PANEL_INCHES[1],
-    )
+    size = columns * _PANEL_INCHES[0], _TITLE_INCHES + lines * _PANEL_INCHES[1]
+    result = Figure(figsize=size, dpi=DPI, layout="constrained")
     grid: Any = result.subplots(lines, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (task, (spots, metric)) in zip(grid.flat, panels.items(), strict=False):
         axes.set_title(task, loc="left", fontsize="medium", fontweight="bold")
         _panel(axes, spots, metric, looks)
+    result.draw_without_rendering()  # names are set by the height that the layout gives
+    for axes, (spots, _) in zip(grid.flat, panels.values(), strict=False):
+        best = front(spots)
+        write_names(
+            axes,
+            [
+                Name(cache, point.difference, looks[point.caches[0]], point in best)
+                for point in spots
+                for cache in point.caches
+            ],
+        )
     return result
 
 
@@ -73,45 +114,25 @@ def _metric(rows: Sequence[Row]) -> Metric | None:
 def _panel(axes: Axes, spots: Sequence[Point], metric: Metric, looks: Mapping[str, Look]) -> None:
     best = front(spots)
     axes.axhline(0.0, color="#999999", linewidth=0.8, zorder=0)
-    axes.plot(
-        [p.bits for p in best], [p.difference for p in best], color="#777777", linestyle="--", linewidth=0.9
-    )
+    bits, differences = [p.bits for p in best], [p.difference for p in best]
+    axes.plot(bits, differences, color="#777777", linestyle="--", linewidth=0.9)
     for point in spots:
-        _spot(axes, point, looks[point.caches[0]], point in best)
-    _bits_axis(axes, [point.bits for point in spots])
-    _difference_axis(axes, spots, metric)
-    ordered = sorted(spots, key=lambda point: point not in best)
-    named = [Named(p.bits, p.difference, p.low, p.high, _joined(p.caches), p in best) for p in ordered]
-    write_beside(axes, named, _NAME_POINTS)
-
-
-def _joined(caches: Sequence[str]) -> str:
-    """Return the names of caches on one spot, two in a line."""
-    pairs = [", ".join(caches[index : index + 2]) for index in range(0, len(caches), 2)]
-    return ",\n".join(pairs)
-
-
-def _spot(axes: Axes, point: Point, look: Look, is_best: bool) -> None:
-    axes.errorbar(
-        point.bits,
-        point.difference,
-        yerr=[[max(0.0, point.difference - point.low)], [max(0.0, point.high - point.difference)]],
-        marker=look.marker,
-        markersize=6,
-        color=look.colour,
-        markerfacecolor=look.colour if is_best else "white",
-        elinewidth=0.8,
-        capsize=2,
-    )
-
-
-def _bits_axis(axes: Axes, bits: Sequence[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(min(bits) / _ROOM, max(bits) * _ROOM)
-    axes.xaxis.set_major_locator(FixedLocator(_BITS))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        look = looks[point.caches[0]]
+        axes.errorbar(
+            point.bits,
+            point.difference,
+            yerr=[[max(0.0, point.difference - point.low)], [max(0.0, point.high - point.difference)]],
+            marker=look.marker,
+            markersize=6,
+            color=look.colour,
+            markerfacecolor=look.colour if point in best else "white",
+            elinewidth=0.8,
+            capsize=2,
+        )
+    bits = [point.bits for point in spots]
+    power_axis(axes, _BITS, min(bits) / _ROOM, max(bits) * _ROOM)
     axes.set_xlabel("bits per value of K and V")
+    _difference_axis(axes, spots, metric)
 
 
 def _difference_axis(axes: Axes, spots: Sequence[Point], metric: Metric) -> None:
@@ -123,12 +144,12 @@ def _difference_axis(axes: Axes, spots: Sequence[Point], metric: Metric) -> None
 
 
 def _limits(axes: Axes, ends: Sequence[float]) -> tuple[float, float]:
-    """Choose the scale of the differences; return where it ends, with room for names."""
+    """Choose the scale of the differences; return where it ends."""
     low, high = min(0.0, *ends), max(0.0, *ends)
     sizes = [abs(end) for end in ends if end]
     if sizes and low * high == 0.0 and max(sizes) > _WIDE * min(sizes):
         nearest = min(sizes)
         axes.set_yscale("symlog", linthresh=nearest)
-        return (3 * low, nearest) if low else (-nearest, 3 * high)
-    room = 0.12 * (high - low) or 1.0
+        return (2 * low, nearest) if low else (-nearest, 2 * high)
+    room = 0.08 * (high - low) or 1.0
     return low - room, high + room

@@ -1,4 +1,4 @@
-"""Where in a long text each cache still finds what is asked for."""
+"""Maps of where in a long text each cache still finds what is asked for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from eval.plots.looks import Look
-from eval.plots.picture import Picture
-from eval.rows import HeatCell, Row
+from eval.plots.looks import DPI, Look, Picture
+from eval.run.rows import HeatCell, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +24,6 @@ _COLUMNS = 4
 _CELL_INCHES = (0.5, 0.3)
 _AROUND_INCHES = (0.35, 0.75)
 _MARGINS_INCHES = (0.9, 1.4)
-_DPI = 120
 _DARK_PERCENT = 65
 """From here on numbers are written in white."""
 
@@ -45,14 +43,15 @@ def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
         _CELL_INCHES[1] * len(depths) + _AROUND_INCHES[1],
     ]
     size = (max(5.0, columns * panel[0] + _MARGINS_INCHES[0]), lines * panel[1] + _MARGINS_INCHES[1])
-    result = Figure(figsize=size, dpi=_DPI, layout="constrained")
+    result = Figure(figsize=size, dpi=DPI, layout="constrained")
     grid: Any = result.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     image = None
     for axes, row in zip(grid.flat, shown, strict=False):
         axes.set_title(row.cache, fontsize=9, parse_math=False)
         image = _map(axes, row.heat, lengths, depths) or image
         if row.problem is not None:
-            _missing(axes, "failed" if row.failed else "not available")
+            word = "failed" if row.failed else "not available"
+            axes.text(0.5, 0.5, word, transform=axes.transAxes, ha="center", va="center", fontsize=8)
     for axes in grid.flat[len(shown) :]:
         axes.set_visible(False)
     result.supxlabel("length of the text (tokens)", fontsize="medium")
@@ -76,7 +75,3 @@ def _map(axes: Axes, cells: Sequence[HeatCell], lengths: Sequence[int], depths: 
         place = lengths.index(length), depths.index(depth)
         axes.text(*place, f"{value:.0f}", ha="center", va="center", fontsize=8, color=colour)
     return axes.imshow(values, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-
-
-def _missing(axes: Axes, word: str) -> None:
-    axes.text(0.5, 0.5, word, transform=axes.transAxes, ha="center", va="center", fontsize=8)

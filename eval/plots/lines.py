@@ -1,4 +1,4 @@
-"""A panel of lines over the tokens in the cache, each named at its end."""
+"""Memory and time as the context grows: a panel of lines for each measure, each named at its end."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from eval.plots.apart import apart
-from eval.plots.looks import Look
-from eval.rows import AtContext, Row
+from eval.core.statistics import Spread
+from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
+from eval.run.lookups import MIB
+from eval.run.rows import AtContext, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH_INCHES, _PANEL_INCHES, _TOP_INCHES, _BOTTOM_INCHES, _BETWEEN_INCHES = 8.5, 4.0, 0.8, 0.6, 0.5
-_LEFT, _RIGHT = 0.09, 0.79
-"""Of the width: the axes; the names stand at their right."""
-_DPI = 130
-_NAME_POINTS = 8.5
-_NAMES_AT = 1.07
-"""Where names begin, in widths of the axes."""
+_WIDTH_INCHES, _PANEL_INCHES, _AROUND_INCHES = 8.5, 4.3, 0.8
 _ASIDE = 0.25
 """Part of the way to the next length over which lines with bars are spread."""
 _ROOM = 1.08
@@ -32,59 +27,99 @@ _ROOM = 1.08
 _LEAST_DECADES = 0.5
 """Less than this of an axis of powers has too few round numbers to read it by."""
 
+Ends = tuple[float, float, float]
+"""(low, middle, high) of what was measured at one length."""
+
 
 @dataclass(frozen=True)
-class Measure:
-    """What one panel shows.
+class Lines:
+    """One question and the measures that answer it, one below the other: (axis with its unit, value)."""
 
-    Attributes:
-        label: of its axis, with the unit.
-        value: (low, middle, high) of what was measured at one length, in that unit.
-    """
+    PICTURE: Picture
+    measures: tuple[tuple[str, Callable[[AtContext], Ends]], ...]
 
-    label: str
-    value: Callable[[AtContext], tuple[float, float, float]]
-
-
-def figure(rows: Sequence[Row], looks: Mapping[str, Look], measures: Sequence[Measure]) -> Figure | None:
-    """Return a panel for each measure, one below the other; None where nothing was measured by context."""
-    measured = [row for row in rows if row.contexts]
-    if not measured:
-        return None
-    count = len(measures)
-    height = _TOP_INCHES + _BOTTOM_INCHES + count * _PANEL_INCHES + (count - 1) * _BETWEEN_INCHES
-    result = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI)
-    result.subplots_adjust(
-        _LEFT,
-        _BOTTOM_INCHES / height,
-        _RIGHT,
-        1 - _TOP_INCHES / height,
-        hspace=_BETWEEN_INCHES / _PANEL_INCHES,
-    )
-    grid: Any = result.subplots(count, 1, squeeze=False, sharex=True)
-    for axes, measure in zip(grid[:, 0], measures, strict=True):
-        _panel(axes, measured, looks, measure)
-    grid[-1, 0].set_xlabel("tokens in the cache, of each sequence")
-    return result
+    def figure(self, rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
+        """Return the picture; None where nothing was measured by context."""
+        measured = [row for row in rows if row.contexts]
+        if not measured:
+            return None
+        count = len(self.measures)
+        size = _WIDTH_INCHES, _AROUND_INCHES + count * _PANEL_INCHES
+        result = Figure(figsize=size, dpi=DPI, layout="constrained")
+        grid: Any = result.subplots(count, 1, squeeze=False, sharex=True)
+        lasts = [
+            _panel(axes, measured, looks, label, value)
+            for axes, (label, value) in zip(grid[:, 0], self.measures, strict=True)
+        ]
+        grid[-1, 0].set_xlabel("tokens in the cache, of each sequence")
+        result.draw_without_rendering()  # names are set by the height that the layout gives
+        for axes, names in zip(grid[:, 0], lasts, strict=True):
+            write_names(axes, names)
+        return result
 
 
-def _panel(axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look], measure: Measure) -> None:
+def _same(size_bytes: int) -> Ends:
+    return (size_bytes / MIB,) * 3
+
+
+def _ends(spread: Spread, scale: float = 1.0) -> Ends:
+    return scale * spread.low, scale * spread.median, scale * spread.high
+
+
+MEMORY = Lines(
+    Picture(
+        "memory_by_context.png",
+        "Memory against context",
+        "Above: keys and values held at the end. Below: the rise of memory above what was held before, "
+        "median of the rounds; it counts what a cache needs for a moment beside what it holds. Both axes are "
+        "of powers, so that caches of the same growth run in parallel.",
+    ),
+    (
+        ("KV held (MiB)", lambda at: _same(at.kv_bytes)),
+        ("rise of memory (MiB)", lambda at: _same(at.rise_bytes)),
+    ),
+)
+TIME = Lines(
+    Picture(
+        "time_by_context.png",
+        "Time against context",
+        "Above: one decode step, which gives one token to each sequence. Below: the forward of the whole "
+        "prompt, for each 1000 of its tokens. Medians; the bars reach from the 10th to the 90th percentile "
+        "and stand a little aside of their length, so that all are seen. All axes are of powers.",
+    ),
+    (
+        ("decode (ms/token)", lambda at: _ends(at.decode_ms)),
+        # By the token: a longer prompt takes all caches so much longer that nothing else would be seen.
+        ("prefill (ms for 1000 tokens)", lambda at: _ends(at.prefill_ms, 1000 / at.context_tokens)),
+    ),
+)
+
+
+def _panel(
+    axes: Axes,
+    rows: Sequence[Row],
+    looks: Mapping[str, Look],
+    label: str,
+    value: Callable[[AtContext], Ends],
+) -> list[Name]:
+    """Draw the lines; the names at their ends."""
     lengths = sorted({at.context_tokens for row in rows for at in row.contexts})
-    values = [measure.value(at) for row in rows for at in row.contexts]
+    values = [value(at) for row in rows for at in row.contexts]
     has_bars = any(low != high for low, _, high in values)
     asides = _asides(len(rows), lengths) if has_bars else [1.0] * len(rows)
     for row, aside in zip(rows, asides, strict=True):
-        _line(axes, row, looks[row.cache], measure, aside)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator([float(length) for length in lengths]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    axes.set_xlim(lengths[0] * min(asides) / _ROOM, lengths[-1] * max(asides) * _ROOM)
-    axes.set_ylabel(measure.label)
-    _powers(axes, [end for ends in values for end in ends])
+        _line(axes, row, looks[row.cache], value, aside)
+    power_axis(axes, lengths, lengths[0] * min(asides) / _ROOM, lengths[-1] * max(asides) * _ROOM)
+    axes.set_ylabel(label)
+    if min(ends[0] for ends in values) > 0:
+        _powers(axes, [end for ends in values for end in ends])
     axes.grid(axis="y", which="major", linewidth=0.5, color="#dddddd")
     axes.spines[["top", "right"]].set_visible(False)
-    _names(axes, rows, looks, measure, asides)
+    return [
+        Name(row.cache, value(last)[1], looks[row.cache], line_from=last.context_tokens * aside)
+        for row, aside in zip(rows, asides, strict=True)
+        for last in row.contexts[-1:]
+    ]
 
 
 def _asides(count: int, lengths: Sequence[int]) -> list[float]:
@@ -94,8 +129,8 @@ def _asides(count: int, lengths: Sequence[int]) -> list[float]:
     return [math.exp(width * ((number + 0.5) / count - 0.5)) for number in range(count)]
 
 
-def _line(axes: Axes, row: Row, look: Look, measure: Measure, aside: float) -> None:
-    values = [measure.value(at) for at in row.contexts]
+def _line(axes: Axes, row: Row, look: Look, value: Callable[[AtContext], Ends], aside: float) -> None:
+    values = [value(at) for at in row.contexts]
     axes.errorbar(
         [at.context_tokens * aside for at in row.contexts],
         [middle for _, middle, _ in values],
@@ -112,10 +147,6 @@ def _line(axes: Axes, row: Row, look: Look, measure: Measure, aside: float) -> N
 
 
 def _powers(axes: Axes, values: Sequence[float]) -> None:
-    """Make the vertical axis one of powers, unless something is not above zero."""
-    if min(values) <= 0:
-        return
-    low, high = axes.get_ylim()
     axes.set_yscale("log")
     low, high = math.log10(min(values)), math.log10(max(values))
     room = max(0.05 * (high - low), (_LEAST_DECADES - (high - low)) / 2)
@@ -124,31 +155,3 @@ def _powers(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if dense else (1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _names(
-    axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look], measure: Measure, asides: Sequence[float]
-) -> None:
-    """Write each cache's name beside the end of its line, with its marker, and a thin line from there."""
-    lasts = [row.contexts[-1] for row in rows]
-    ends = [
-        (at.context_tokens * aside, measure.value(at)[1]) for at, aside in zip(lasts, asides, strict=True)
-    ]
-    to_axes = axes.transData + axes.transAxes.inverted()
-    starts = [to_axes.transform(end) for end in ends]
-    gap = 1.3 * _NAME_POINTS / 72 / _PANEL_INCHES
-    places = apart([float(start[1]) for start in starts], gap, 0.0, 1.0)
-    for row, start, place in zip(rows, starts, places, strict=True):
-        look = looks[row.cache]
-        shared: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": look.colour}
-        axes.plot([start[0], _NAMES_AT - 0.015], [start[1], place], linewidth=0.4, **shared)
-        axes.plot([_NAMES_AT], [place], marker=look.marker, markersize=5, markerfacecolor="white", **shared)
-        axes.text(
-            _NAMES_AT + 0.02,
-            place,
-            row.cache,
-            va="center_baseline",
-            fontsize=_NAME_POINTS,
-            parse_math=False,
-            **shared,
-        )

@@ -1,16 +1,34 @@
-"""How each cache is drawn, in every picture alike; markers and strokes tell them apart without colour."""
+"""Looks of each cache, in every picture alike; markers and strokes tell them apart without colour."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from eval.rows import Row
+from eval.run.rows import Row
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DPI = 120
 # Dark enough for lines on white, and apart for those who see no red or no green.
 _COLOURS = ("#000000", "#0072b2", "#b34700", "#007a5a", "#a0468c", "#5c5c5c", "#8a6d00")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
 _STROKES = ("-", "--", "-.", ":")
+_NAME_POINTS = 8.5
+_NAME_LINES = 1.5
+_NAMES_AT = 1.07
+"""Place of names, in widths of the axes."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One question, answered by a PNG, as a report speaks of it."""
+
+    file_name: str  # in the run folder
+    title: str  # what it shows
+    caption: str  # how it is read
 
 
 @dataclass(frozen=True)
@@ -32,3 +50,73 @@ def _look(number: int) -> Look:
     return Look(
         _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)], _STROKES[number % len(_STROKES)]
     )
+
+
+def power_axis(axes: Axes, ticks: Sequence[float], low: float, high: float) -> None:
+    """Make the horizontal axis one of powers, with these numbers on it."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name to write: of a cache, at what height of the data, how it looks, and where its line ends."""
+
+    cache: str
+    y: float
+    look: Look
+    is_bold: bool = False
+    line_from: float | None = None
+
+
+def write_names(axes: Axes, names: Sequence[Name]) -> None:
+    """Write names with their markers right of the axes, as near to their heights as there is room.
+
+    The limits of the axes must not change any more. A thin line leads to the name from `line_from`.
+    """
+    figure = axes.get_figure(root=True)
+    if figure is None:
+        raise ValueError("axes must belong to a figure")
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = [to_axes.transform((name.line_from or axes.get_xlim()[1], name.y)) for name in names]
+    order = sorted(range(len(names)), key=lambda index: float(ends[index][1]))
+    gap = _NAME_LINES * _NAME_POINTS / 72 * figure.dpi / axes.get_window_extent().height
+    places = spaced([float(ends[index][1]) for index in order], gap)
+    for index, place in zip(order, places, strict=True):
+        name, (end_x, end_y) = names[index], ends[index]
+        shared: dict[str, Any] = {
+            "transform": axes.transAxes,
+            "clip_on": False,
+            "color": name.look.colour,
+            "markerfacecolor": name.look.colour if name.is_bold else "white",
+        }
+        if name.line_from is not None:
+            axes.plot([end_x, _NAMES_AT - 0.015], [end_y, place], linewidth=0.4, **shared)
+        axes.plot([_NAMES_AT], [place], marker=name.look.marker, markersize=5, **shared)
+        axes.text(
+            _NAMES_AT + 0.02,
+            place,
+            name.cache,
+            va="center_baseline",
+            fontsize=_NAME_POINTS,
+            fontweight="bold" if name.is_bold else "normal",
+            color=name.look.colour,
+            transform=axes.transAxes,
+            clip_on=False,
+            parse_math=False,
+        )
+
+
+def spaced(wanted: Sequence[float], gap: float) -> list[float]:
+    """Places in rising order, a gap or more apart: pushed up by those below, and down again from 1."""
+    places: list[float] = []
+    for want in wanted:
+        places.append(max(want, places[-1] + gap) if places else max(want, 0.0))
+    for index in range(len(places) - 1, -1, -1):
+        places[index] = min(places[index], 1.0 if index == len(places) - 1 else places[index + 1] - gap)
+    return places

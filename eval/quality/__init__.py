@@ -1,1 +1,1 @@
-"""What storing K and V in fewer bits does to a model's predictions: `python -m eval.quality`."""
+"""Formats compared by what they do to a model's predictions on real text: `python -m eval quality`."""

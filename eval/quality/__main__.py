@@ -1,8 +1,5 @@
-"""Entry point of `python -m eval.quality`."""
+"""Old spelling of `python -m eval quality`."""
 
-from __future__ import annotations
+from eval.cli import main
 
-from eval.quality.cli import main
-
-if __name__ == "__main__":
-    main()
+main("quality")

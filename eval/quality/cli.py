@@ -1,10 +1,7 @@
-"""The command line of `python -m eval.quality`."""
+"""The command line of `python -m eval quality`."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -12,11 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from eval.console import progress_bar, write_results
-from eval.errors import UsageError
+from eval.core.console import EXIT_WRONG, check_writable, header, terminal, usage_errors, write_results
 
-EXIT_MISSED = 1
-EXIT_USAGE = 2
 QUICK_TOKENS = 256
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -28,6 +22,10 @@ def quality(
     rows: Annotated[int, typer.Option(min=1, help="Rows of text.")] = 2,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of each forward.")] = 16,
     only: Annotated[str | None, typer.Option(help="Comma-separated names of schemes; default: all.")] = None,
+    key_offset: Annotated[
+        bool | None,
+        typer.Option(help="Keys with an offset alone, or as they are alone; default: one after the other."),
+    ] = None,
     defaults: Annotated[
         bool, typer.Option("--defaults", help="Also the block and group sizes, to choose defaults by.")
     ] = False,
@@ -46,92 +44,53 @@ def quality(
     required is judged where the run is the one it belongs to (smollm2, 2 rows of 1024 tokens, chunks of 16);
     the exit code is 1 if a number is missed.
     """
-    count = tokens or (QUICK_TOKENS if quick else 1024)
-    try:
-        results = run(model, rows, count, chunk, only, quick, defaults, json_file)
-    except UsageError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_USAGE) from error
-    if not all(bound.holds for result in results for row in result.rows for bound in row.bounds):
-        raise typer.Exit(EXIT_MISSED)
-
-
-def run(
-    model: str,
-    rows: int,
-    tokens: int,
-    chunk: int,
-    only: str | None,
-    quick: bool,
-    defaults: bool,
-    json_file: Path | None,
-) -> list[Any]:
-    """Run both comparisons, print their tables, write the files.
-
-    Raises:
-        UsageError: an unknown scheme, too little text, no such model, or a file that cannot be written.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    offsets = (False, True) if key_offset is None else (key_offset,)
+    tokens = tokens or (QUICK_TOKENS if quick else 1024)
+    console = terminal()
     import torch
-    from rich.console import Console
 
-    from eval import environment, models
-    from eval.bench import table
-    from eval.quality import protocol, schemes, tables, text
+    from eval.core import device, models, results, table
+    from eval.core.progress import Progress
+    from eval.data import text
+    from eval.quality import protocol, schemes, tables
     from eval.quality.requirements import Protocol
-    from eval.settings import Settings
 
-    selected = schemes.chosen(only, quick=quick, defaults=defaults)
-    if json_file is not None:
-        # Refused now and not after minutes; older results stay until then.
-        write_results(json_file, "", mode="a")
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
-    described = environment.describe(torch.device("cpu"))
-    with console.status(f"loading {model}"):
-        loaded = models.load(Settings(model=model, dtype="float32", device="cpu"))
-    ids = text.token_ids(loaded.tokenizer, rows, tokens)
+    with usage_errors():
+        selected = schemes.chosen(only, quick=quick, defaults=defaults)
+        check_writable(json_file)
+    described = device.describe(torch.device("cpu"))
     what = Protocol(model, rows, tokens, chunk)
-    results = []
-    for key_offset in (False, True):
-        started_s = time.perf_counter()
-        taken = [scheme for scheme in selected if _belongs(scheme, key_offset, is_named=only is not None)]
-        if not taken:
-            continue
-        with progress_bar(console) as progress:
-            bar = progress.add_task("key offset" if key_offset else "as it is", total=-(-tokens // chunk))
-            comparison = protocol.run(
-                loaded.model,
-                ids,
-                taken,
-                chunk=chunk,
-                key_offset=key_offset,
-                progress=partial(progress.advance, bar),
-            )
-        result = tables.result(comparison, what, time.perf_counter() - started_s)
+    found = []
+    with usage_errors(), Progress(console, f"loading {model}") as progress:
+        loaded = models.load(model)
+        ids = text.row_ids(loaded.tokenizer, rows, tokens)
+        for is_shifted in offsets:
+            started_s = time.perf_counter()
+            taken = [s for s in selected if only is not None or s.is_run(key_offset=is_shifted)]
+            if taken:
+                label = "chunks, with a key offset" if is_shifted else "chunks, keys as they are"
+                progress.update(label, total=-(-tokens // chunk) * len(offsets))
+                advance = partial(progress.update, label)
+                comparison = protocol.run(
+                    loaded.model, ids, taken, chunk=chunk, key_offset=is_shifted, progress=advance
+                )
+                found.append(tables.result(comparison, what, time.perf_counter() - started_s))
+    for result in found:
         table.show(console, result)
-        results.append(result)
-    backends = {
-        str(row.cells["backend"]) for result in results for row in result.rows if row.cells.get("backend")
-    }
-    console.print(table.header(described, ", ".join(sorted(backends)) or "none"), highlight=False)
-    console.print(table.summary(results), highlight=False, markup=False)
+    found_rows = [row for result in found for row in result.rows]
+    backends = sorted({str(row.cells["backend"]) for row in found_rows if row.cells.get("backend")})
+    console.print(header(described, ", ".join(backends) or "none"), highlight=False)
+    console.print(table.summary(found), highlight=False, markup=False)
     if json_file is not None:
-        document = {
-            "environment": {**described, "backends": sorted(backends)},
-            "protocol": {**vars(what), "source": loaded.source},
-            "results": [result.to_dict() for result in results],
-        }
-        write_results(json_file, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-        _draw(console, results, json_file.with_suffix(".png"))
-    return results
-
-
-def _belongs(scheme: Any, key_offset: bool, *, is_named: bool) -> bool:
-    """Whether a scheme takes part: sizes are chosen by keys as they are; some are for the offset alone."""
-    if key_offset:
-        return is_named or not scheme.only_defaults
-    return is_named or not scheme.only_offset
+        document = results.document(
+            {**described, "backends": backends},
+            {**vars(what), "source": loaded.source},
+            [result.to_dict() for result in found],
+        )
+        write_results(json_file, results.to_json(document, indent=2) + "\n")
+        _draw(console, found, json_file.with_suffix(".png"))
+    if not all(bound.holds for row in found_rows for bound in row.bounds):
+        raise typer.Exit(EXIT_WRONG)
 
 
 def _draw(console: Any, results: list[Any], path: Path) -> None:
@@ -141,8 +100,3 @@ def _draw(console: Any, results: list[Any], path: Path) -> None:
         console.print(f"{path.with_suffix('.json')} and {path.name} are written", highlight=False)
     else:
         console.print("no picture: pip install 'hf-paged-cache[plots]'", highlight=False, markup=False)
-
-
-def main() -> None:
-    """Run the command line; the exit code is 0, 1 (a number is missed) or 2 (the request cannot be met)."""
-    sys.exit(app())

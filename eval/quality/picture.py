@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.bench.results import Result
+from eval.core.table import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 _PANEL_INCHES = 6.0
 _INCHES_PER_BAR = 0.32
 _INCHES_AROUND = 1.3
-_DPI = 120
 _LEAST_KL, _MOST_KL = 1e-6, 1e3
 """Ends of the axis: full precision has no divergence, such an axis has no zero, and numbers need room."""
 _TITLES = {"quality": "keys as they are", "offset": "60 added to two channels of every key"}
@@ -29,7 +28,7 @@ def draw(results: Sequence[Result], path: Path) -> bool:
     except ImportError:
         return False
     height = _INCHES_AROUND + _INCHES_PER_BAR * max(len(result.rows) for result in results)
-    figure = Figure(figsize=(_PANEL_INCHES * len(results), height), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(_PANEL_INCHES * len(results), height), dpi=120, layout="constrained")
     _fill(figure, results)
     figure.savefig(path, format="png")
     return True
@@ -43,26 +42,19 @@ def _fill(figure: Figure, results: Sequence[Result]) -> None:
 
 
 def _bars(axes: Axes, result: Result) -> None:
-    rows = [row.cells for row in result.rows]
+    from eval.plots.bars import draw_bars
+
+    rows: list[dict[str, Any]] = [row.cells for row in result.rows]
     names = [str(cells["scheme"]) for cells in rows]
     looks = [_STOCK if name == "dynamic" or name.startswith("stock") else _OURS for name in names]
+    values = [cells.get("kl_nats") or 0.0 for cells in rows]
     # A bar on an axis of powers has to begin somewhere: at its left end.
-    bars = axes.barh(
-        names,
-        [max(0.0, _number(cells.get("kl_nats")) - _LEAST_KL) for cells in rows],
-        left=_LEAST_KL,
-        color=[colour for colour, _ in looks],
-        hatch=[hatch for _, hatch in looks],
-        edgecolor="black",
-        linewidth=0.6,
-    )
-    axes.bar_label(bars, [_label(cells) for cells in rows], padding=3, fontsize="small")
+    title = _TITLES.get(result.name, result.name)
+    draw_bars(axes, title, names, values, [_label(cells) for cells in rows], looks, left=_LEAST_KL)
     axes.set_xscale("log")
     axes.set_xlim(_LEAST_KL, _MOST_KL)
     axes.invert_yaxis()
     axes.set_xlabel("KL to full precision (nats per token), bits per stored value")
-    axes.set_title(_TITLES.get(result.name, result.name), loc="left", fontsize="medium", fontweight="bold")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _label(cells: dict[str, Any]) -> str:
@@ -70,7 +62,3 @@ def _label(cells: dict[str, Any]) -> str:
         return "not measured"
     bits = "" if cells["stored_bits"] is None else f", {cells['stored_bits']:.2f} bits"
     return f"{cells['kl_nats']:.1e}{bits}"
-
-
-def _number(value: Any) -> float:
-    return 0.0 if value is None else float(value)

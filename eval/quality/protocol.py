@@ -13,6 +13,7 @@ All schemes go side by side, so that nothing of the size of text x vocabulary is
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,55 +22,78 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from eval.bench import workload
 from eval.caches import CacheUnavailable
-from eval.quality import offset
+from eval.core.statistics import kl_divergence, top1_agreement
 from eval.quality.schemes import Scheme
-from eval.quality.score import Score, log_probabilities
 from eval.quality.storage import Storage
+from hf_paged_cache import disable, enable
 from hf_paged_cache.host.compat import cache_argument
+
+OFFSET = 60.0
+"""Added to two channels of every key, as models with large key biases have it.
+
+`q·(k + c) = q·k + q·c`, and the second term is the same for all keys of a query, so that a softmax does not
+see it. Whoever stores keys in a few bits does.
+"""
+
+
+@dataclass
+class Score:
+    """Sums over the tokens that were compared."""
+
+    divergence: float = 0.0  # KL(full precision || scheme) in nats
+    agreed: int = 0  # tokens whose most likely successor is the same
+    tokens: int = 0  # tokens compared
+    surprise: float = 0.0  # negative log-likelihood of the true successors, in nats
+    predicted: int = 0  # successors
+
+    def add(self, logits: torch.Tensor, reference: torch.Tensor, successors: torch.Tensor) -> None:
+        """Count one chunk: logits `[rows, tokens, vocabulary]`, the same in full precision, next ids."""
+        self.divergence += float(kl_divergence(logits, reference).sum())
+        self.agreed += int(top1_agreement(logits, reference).sum())
+        self.tokens += logits.shape[0] * logits.shape[1]
+        log_p = logits[:, : successors.shape[1]].double().log_softmax(-1)
+        self.surprise -= float(log_p.gather(-1, successors.unsqueeze(-1)).sum())
+        self.predicted += successors.numel()
+
+    @property
+    def kl_nats(self) -> float:
+        """Mean KL divergence per token."""
+        return self.divergence / self.tokens
+
+    @property
+    def top1_percent(self) -> float:
+        """Share of tokens with the same most likely successor."""
+        return 100 * self.agreed / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Of the true successors; infinite beyond the range of floats."""
+        try:
+            return math.exp(self.surprise / self.predicted)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass
 class Outcome:
-    """What one scheme did.
+    """What one scheme did."""
 
-    Attributes:
-        scheme: which.
-        score: against full precision.
-        storage: what the cache held at the end.
-        moved: layer -> format, where the guard changed it.
-        backend: kernels of a paged cache.
-        problem: why there are no numbers.
-    """
-
-    scheme: Scheme
-    score: Score = field(default_factory=Score)
-    storage: Storage | None = None
-    moved: dict[int, str] = field(default_factory=dict)
-    backend: str | None = None
-    problem: str | None = None
+    scheme: Scheme  # which
+    score: Score = field(default_factory=Score)  # against full precision
+    storage: Storage | None = None  # what the cache held at the end
+    moved: dict[int, str] = field(default_factory=dict)  # layer -> format, where the guard changed it
+    backend: str | None = None  # kernels of a paged cache
+    problem: str | None = None  # why there are no numbers
 
 
 @dataclass
 class Comparison:
-    """All schemes over one text.
+    """All schemes over one text."""
 
-    Attributes:
-        reference: full precision against itself, for its perplexity.
-        outcomes: one for each scheme, in their order.
-        key_offset: whether keys were shifted.
-    """
-
-    reference: Score
-    outcomes: list[Outcome]
-    key_offset: bool
-
-
-@dataclass
-class _Run:
-    outcome: Outcome
-    cache: Any
+    reference: Score  # full precision against itself, for its perplexity
+    outcomes: list[Outcome]  # one for each scheme, in their order
+    key_offset: bool  # whether keys were shifted
 
 
 def run(
@@ -88,66 +112,90 @@ def run(
         ids: `[rows, tokens]`.
         schemes: what to compare.
         chunk: tokens of each forward.
-        key_offset: add a constant to two channels of all keys, see `eval.quality.offset`.
-        progress: told after each chunk.
+        key_offset: add `OFFSET` to two channels of all keys.
+        progress: called after each chunk.
     """
     with torch.inference_mode(), _guard_is_silent():
-        runs = [_start(model, scheme, key_offset) for scheme in schemes]
+        runs = [(outcome := Outcome(scheme), _create(model, outcome, key_offset)) for scheme in schemes]
         reference_cache, reference_score = DynamicCache(config=model.config), Score()
         for start in range(0, ids.shape[1], chunk):
-            part = ids[:, start : start + chunk]
-            successors = ids[:, start + 1 : start + chunk + 1]
-            logits = _logits("dynamic", model, reference_cache, part)
-            reference = log_probabilities(logits)
-            reference_score.add(logits, reference, successors)
-            for each in runs:
-                if each.outcome.problem is None:
-                    _step(model, each, part, reference, successors)
+            part, successors = ids[:, start : start + chunk], ids[:, start + 1 : start + chunk + 1]
+            reference = _logits("dynamic", model, reference_cache, part)
+            reference_score.add(reference, reference, successors)
+            for outcome, cache in runs:
+                if outcome.problem is None:
+                    _step(model, outcome, cache, part, reference, successors)
             progress(1)
-        for each in runs:
-            if each.outcome.problem is None:
-                _finish(model, each, ids.shape[0])
-        workload.use("dynamic", model)
-    return Comparison(reference_score, [each.outcome for each in runs], key_offset)
+        for outcome, cache in runs:
+            if outcome.problem is None:
+                outcome.storage = outcome.scheme.measure(cache, model, ids.shape[0])
+            if outcome.problem is None and outcome.scheme.attention == "paged":
+                stats = cache.stats()
+                outcome.backend = stats.backend
+                outcome.moved = {layer: stats.layer_dtypes[layer] for layer in stats.moved_layers}
+        disable(model)
+    return Comparison(reference_score, [outcome for outcome, _ in runs], key_offset)
 
 
-def _start(model: Any, scheme: Scheme, key_offset: bool) -> _Run:
+def _create(model: Any, outcome: Outcome, key_offset: bool) -> Any:
     try:
-        cache = scheme.create(model)
+        cache = outcome.scheme.create(model)
     except CacheUnavailable as reason:
-        return _Run(Outcome(scheme, problem=str(reason)), None)
+        outcome.problem = str(reason)
+        return None
     if key_offset:
-        offset.add_to_keys(cache)
-    return _Run(Outcome(scheme), cache)
+        add_to_keys(cache)
+    return cache
 
 
 def _step(
-    model: Any, run: _Run, part: torch.Tensor, reference: torch.Tensor, successors: torch.Tensor
+    model: Any,
+    outcome: Outcome,
+    cache: Any,
+    part: torch.Tensor,
+    reference: torch.Tensor,
+    successors: torch.Tensor,
 ) -> None:
-    scheme = run.outcome.scheme
     try:
-        logits = _logits(scheme.attention, model, run.cache, part)
+        logits = _logits(outcome.scheme.attention, model, cache, part)
     except Exception as error:
-        if scheme.attention == "paged":
+        if outcome.scheme.attention == "paged":
             raise  # our own fault, which a line in a table would hide
-        run.outcome.problem = f"failed: {' '.join(str(error).split())[:160] or type(error).__name__}"
+        outcome.problem = f"failed: {' '.join(str(error).split())[:160] or type(error).__name__}"
         return
-    run.outcome.score.add(logits, reference, successors)
-
-
-def _finish(model: Any, run: _Run, rows: int) -> None:
-    run.outcome.storage = run.outcome.scheme.measure(run.cache, model, rows)
-    if run.outcome.scheme.attention == "paged":
-        stats = run.cache.stats()
-        run.outcome.backend = stats.backend
-        run.outcome.moved = {layer: stats.layer_dtypes[layer] for layer in stats.moved_layers}
+    outcome.score.add(logits, reference, successors)
 
 
 def _logits(attention: str, model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    workload.use(attention, model)
+    (disable if attention == "dynamic" else enable)(model)
     argument = {cache_argument(model): cache}
     logits: torch.Tensor = model(ids, use_cache=True, **argument).logits
     return logits
+
+
+def channels(head_dim: int) -> tuple[int, int]:
+    """The two channels that get the offset: the pair that rotary embeddings turn slowest.
+
+    Only there does a bias of the key projection stay nearly constant from token to token, as it does in the
+    models whose keys look like this. Where the halves of a head are turned together, as in Llama, they are
+    the last of each half.
+    """
+    return head_dim // 2 - 1, head_dim - 1
+
+
+def add_to_keys(cache: Any) -> None:
+    """Let every `update` of this cache, whichever its class, add `OFFSET` to the keys first.
+
+    What `update` returns and what it stores both have it, so the keys of one attention call agree.
+    """
+    update = cache.update
+
+    def shifted(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys = keys.clone()
+        keys[..., channels(keys.shape[-1])] += OFFSET
+        return update(keys, values, *args, **kwargs)
+
+    cache.update = shifted
 
 
 @contextmanager

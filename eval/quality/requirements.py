@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from eval.bench.results import Bound
+from eval.core.table import Bound
 from eval.quality.protocol import Comparison, Outcome
 
 MAX_KL_NATS = {"auto": 1e-6, "int8": 4e-4, "fp8": 8e-3, "k8v4": 7e-3, "int4": 2.5e-2}
@@ -31,37 +31,24 @@ class Protocol:
 REQUIRED = Protocol("smollm2", rows=2, tokens=1024, chunk=16)
 
 
-def bounds(comparison: Comparison, protocol: Protocol) -> dict[str, tuple[Bound, ...]]:
-    """Scheme -> what is required of it."""
-    if protocol != REQUIRED:
-        return {}
-    judge = _with_offset if comparison.key_offset else _as_it_is
-    return {
-        outcome.scheme.name: tuple(judge(outcome, comparison))
-        for outcome in comparison.outcomes
-        if outcome.problem is None
-    }
-
-
-def _as_it_is(outcome: Outcome, comparison: Comparison) -> Iterator[Bound]:
+def bounds(outcome: Outcome, comparison: Comparison, protocol: Protocol) -> Iterator[Bound]:
+    """What is required of a scheme."""
+    if protocol != REQUIRED or outcome.problem is not None:
+        return
     name, kl = outcome.scheme.name, outcome.score.kl_nats
-    if name in MAX_KL_NATS:
-        yield Bound("KL", kl, MAX_KL_NATS[name], at_least=False, unit="")
+    max_kl = MAX_KL_OF_OFFSET_NATS if comparison.key_offset else MAX_KL_NATS
+    if name in max_kl:
+        yield Bound("KL", kl, max_kl[name], at_least=False, unit="")
+    if comparison.key_offset:
+        if name in MAX_PERPLEXITY_CHANGE_PERCENT:
+            change = 100 * abs(outcome.score.perplexity / comparison.reference.perplexity - 1)
+            limit = MAX_PERPLEXITY_CHANGE_PERCENT[name]
+            yield Bound("perplexity change", change, limit, at_least=False, unit=" %")
+        return
     if name in MAX_BITS and outcome.storage is not None:
-        yield Bound(
-            "bits", outcome.storage.stored_bits or float("nan"), MAX_BITS[name], at_least=False, unit=""
-        )
+        bits = outcome.storage.stored_bits or float("nan")
+        yield Bound("bits", bits, MAX_BITS[name], at_least=False, unit="")
     if name == "int4":
         for other in comparison.outcomes:
             if other.scheme.name.startswith("stock ") and other.problem is None:
                 yield Bound(f"below {other.scheme.name}", other.score.kl_nats / kl, MIN_BELOW_STOCK)
-
-
-def _with_offset(outcome: Outcome, comparison: Comparison) -> Iterator[Bound]:
-    name = outcome.scheme.name
-    if name in MAX_KL_OF_OFFSET_NATS:
-        yield Bound("KL", outcome.score.kl_nats, MAX_KL_OF_OFFSET_NATS[name], at_least=False, unit="")
-    if name in MAX_PERPLEXITY_CHANGE_PERCENT:
-        change = 100 * abs(outcome.score.perplexity / comparison.reference.perplexity - 1)
-        limit = MAX_PERPLEXITY_CHANGE_PERCENT[name]
-        yield Bound("perplexity change", change, limit, at_least=False, unit=" %")

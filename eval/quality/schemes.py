@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.caches import CacheUnavailable, stock
-from eval.errors import UsageError, check_choice
+from eval.core.errors import UsageError, check_choice
 from eval.quality import storage
 from eval.quality.storage import Storage
-from hf_paged_cache.config import LAYER_DTYPES
+from hf_paged_cache.config import LAYER_DTYPES, KVCacheDtype
 
 BLOCK_SIZES = (32, 64, 128)
 GROUP_SIZES = (16, 32, 64)
@@ -18,25 +18,19 @@ GROUP_SIZES = (16, 32, 64)
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way.
+    """One way."""
 
-    Attributes:
-        name: what `--only` and the table call it.
-        title: one line for the report.
-        create: makes a fresh cache for a model. Raises `CacheUnavailable`.
-        measure: counts what a cache holds: `(cache, model, rows)`.
-        attention: whose attention reads it, `paged` or `dynamic`.
-        only_defaults: run for the table that chooses defaults.
-        only_offset: run with the key offset alone.
-    """
+    name: str  # what `--only` and the table call it
+    title: str  # one line for the report
+    create: Callable[[Any], Any]  # makes a fresh cache for a model. Raises `CacheUnavailable`.
+    measure: Callable[[Any, Any, int], Storage]  # counts what a cache holds: `(cache, model, rows)`
+    attention: str  # whose attention reads it, `paged` or `dynamic`
+    only_defaults: bool = False  # run for the table that chooses defaults, by keys as they are
+    only_offset: bool = False  # run with the key offset alone
 
-    name: str
-    title: str
-    create: Callable[[Any], Any]
-    measure: Callable[[Any, Any, int], Storage]
-    attention: str
-    only_defaults: bool = False
-    only_offset: bool = False
+    def is_run(self, *, key_offset: bool) -> bool:
+        """Whether it takes part where nobody has named it."""
+        return not (self.only_defaults if key_offset else self.only_offset)
 
 
 def _dynamic(model: Any) -> Any:
@@ -45,74 +39,45 @@ def _dynamic(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
-def _paged(name: str, title: str, *, defaults: bool = False, offset: bool = False, **options: Any) -> Scheme:
+def _paged(name: str, kv_cache_dtype: KVCacheDtype, *, defaults: bool = False, **options: Any) -> Scheme:
     def create(model: Any) -> Any:
         from hf_paged_cache import PagedCache
 
         try:
-            return PagedCache(model, **options)
+            return PagedCache(model, kv_cache_dtype=kv_cache_dtype, **options)
         except ValueError as error:
             raise CacheUnavailable(str(error)) from error
 
-    return Scheme(
-        name,
-        title,
-        create,
-        lambda cache, model, rows: storage.of_paged(cache),
-        "paged",
-        only_defaults=defaults,
-        only_offset=offset,
-    )
+    given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    title = f"PagedCache, {kv_cache_dtype}, {given}" if given else f"PagedCache, {kv_cache_dtype=!r}"
+    only_offset = bool(options) and not defaults
+    return Scheme(name, title, create, storage.of_paged, "paged", defaults, only_offset)
 
 
 def _stock(backend: str) -> Scheme:
-    arguments = ", ".join(f"{name}={value}" for name, value in stock.AXES[backend].items())
+    arguments = "".join(f", {name}={value}" for name, value in stock.AXES[backend].items())
     return Scheme(
         f"stock {backend}",
-        f"QuantizedCache of transformers, int4, {backend}" + (f", {arguments}" if arguments else ""),
+        f"QuantizedCache of transformers, int4, {backend}{arguments}",
         lambda model: stock.quantized_cache(model.config, backend),
-        lambda cache, model, rows: storage.of_quantized(cache, storage.values_per_token(model), rows),
+        storage.of_quantized,
         "dynamic",
     )
 
 
 def _all() -> Iterator[Scheme]:
-    yield Scheme(
-        "dynamic",
-        "DynamicCache of transformers: full precision",
-        _dynamic,
-        lambda cache, model, rows: storage.of_dynamic(cache),
-        "dynamic",
-    )
-    for name in LAYER_DTYPES:
-        yield _paged(name, f"PagedCache, kv_cache_dtype={name!r}", kv_cache_dtype=name)
-    for name in ("int4", "int4_group"):
-        yield _paged(
-            f"{name} no guard",
-            f"PagedCache, {name}, key_error_guard='off'",
-            offset=True,
-            kv_cache_dtype=name,
-            key_error_guard="off",
-        )
+    title = "DynamicCache of transformers: full precision"
+    yield Scheme("dynamic", title, _dynamic, storage.of_dynamic, "dynamic")
+    for layer_dtype in LAYER_DTYPES:
+        yield _paged(layer_dtype, layer_dtype)
+    yield _paged("int4 no guard", "int4", key_error_guard="off")
+    yield _paged("int4_group no guard", "int4_group", key_error_guard="off")
     yield from map(_stock, stock.AXES)
     for size in BLOCK_SIZES:
-        yield _paged(
-            f"int4 block {size}",
-            f"PagedCache, int4, block_size={size}, key_error_guard='off'",
-            defaults=True,
-            kv_cache_dtype="int4",
-            key_error_guard="off",
-            block_size=size,
-        )
+        yield _paged(f"int4 block {size}", "int4", defaults=True, block_size=size, key_error_guard="off")
     for size in GROUP_SIZES:
-        yield _paged(
-            f"int4_group {size}",
-            f"PagedCache, int4_group, group_size={size}, key_error_guard='off'",
-            defaults=True,
-            kv_cache_dtype="int4_group",
-            key_error_guard="off",
-            group_size=size,
-        )
+        name = f"int4_group {size}"
+        yield _paged(name, "int4_group", defaults=True, group_size=size, key_error_guard="off")
 
 
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _all()}

@@ -1,4 +1,4 @@
-"""What a cache keeps, counted from the tensors that hold it."""
+"""Bytes that a cache keeps, counted from the tensors that hold it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of K and V after a run, and how many numbers they stand for.
+    """Bytes of K and V after a run, and how many numbers they stand for."""
 
-    Attributes:
-        stored_bytes: of tokens in the cache's format for good: sealed records, or a stock cache's quantized
-            part, with their scales.
-        stored_values: numbers of K and V in them.
-        all_bytes: those and what is kept in the model's dtype (sink, open block, residual).
-        all_values: numbers of K and V of all tokens.
-    """
-
+    # of tokens in the cache's format for good: sealed records, or a stock cache's quantized part, with their
+    # scales
     stored_bytes: int
-    stored_values: int
-    all_bytes: int
-    all_values: int
+    stored_values: int  # numbers of K and V in them
+    all_bytes: int  # those and what is kept in the model's dtype (sink, open block, residual)
+    all_values: int  # numbers of K and V of all tokens
 
     @property
     def stored_bits(self) -> float | None:
@@ -38,15 +32,13 @@ class Storage:
         return 8 * self.all_bytes / self.all_values
 
 
-def of_paged(cache: Any) -> Storage:
+def of_paged(cache: Any, model: Any, rows: int) -> Storage:
     """A `PagedCache`: the entries of its tables say which blocks are records."""
     tokens, stored_bytes, stored_values, all_values = cache.stats().tokens, 0, 0, 0
     for blocks in cache._state.blocks.values():
         heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
-        stored = blocks.records if blocks.records is not None else None
-        block_bytes = (
-            (blocks.keys[0].nbytes + blocks.values[0].nbytes) if stored is None else stored[0].nbytes
-        )
+        one = (blocks.keys[0], blocks.values[0]) if blocks.records is None else (blocks.records[0],)
+        block_bytes = sum(tensor.nbytes for tensor in one)
         columns = -(-tokens // blocks.block_size)
         in_column = torch.full((columns,), blocks.block_size)
         in_column[-1] = tokens - (columns - 1) * blocks.block_size
@@ -57,35 +49,26 @@ def of_paged(cache: Any) -> Storage:
     return Storage(stored_bytes, stored_values, cache.memory_footprint().used_bytes, all_values)
 
 
-def of_dynamic(cache: Any) -> Storage:
+def of_dynamic(cache: Any, model: Any, rows: int) -> Storage:
     """A `DynamicCache`."""
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     total, values = sum(tensor.nbytes for tensor in tensors), sum(tensor.numel() for tensor in tensors)
     return Storage(total, values, total, values)
 
 
-def of_quantized(cache: Any, values_per_token: int, rows: int) -> Storage:
-    """A `QuantizedCache`: its quantized part, and the residual in the model's dtype.
-
-    Args:
-        cache: with any backend.
-        values_per_token: numbers of K and V of one token over all layers.
-        rows: of the batch.
-    """
+def of_quantized(cache: Any, model: Any, rows: int) -> Storage:
+    """A `QuantizedCache` with any backend: its quantized part, and the residual in the model's dtype."""
     stored = residual = residual_values = 0
     for layer in cache.layers:
-        stored += sum(map(_nbytes, plain_tensors((layer._quantized_keys, layer._quantized_values))))
+        quantized = plain_tensors((layer._quantized_keys, layer._quantized_values))
+        stored += sum(tensor.numel() * tensor.element_size() for tensor in quantized)
         residual += layer.keys.nbytes + layer.values.nbytes
         residual_values += layer.keys.numel() + layer.values.numel()
-    total = values_per_token * rows * cache.layers[0].cumulative_length
+    total = _values_per_token(model) * rows * cache.layers[0].cumulative_length
     return Storage(stored, total - residual_values, stored + residual, total)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def values_per_token(model: Any) -> int:
+def _values_per_token(model: Any) -> int:
     """Numbers of K and V of one token over all layers of a decoder."""
     config = model.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

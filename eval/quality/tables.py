@@ -1,12 +1,12 @@
-"""Comparisons as tables, in the form that benches have."""
+"""Comparisons as tables of results."""
 
 from __future__ import annotations
 
 from itertools import groupby
 
-from eval.bench.results import Bound, Cell, Column, Result, Row, fixed, scientific
-from eval.quality import offset, text
-from eval.quality.protocol import Comparison, Outcome
+from eval.core.table import Cell, Column, Result, Row, fixed, scientific
+from eval.data import text
+from eval.quality.protocol import OFFSET, Comparison, Outcome
 from eval.quality.requirements import Protocol, bounds
 
 COLUMNS = (
@@ -30,58 +30,51 @@ _NOTES = (
 
 def result(comparison: Comparison, protocol: Protocol, seconds: float) -> Result:
     """The table of one comparison."""
-    required = bounds(comparison, protocol)
-    name, title = ("offset", "the same with a key offset") if comparison.key_offset else ("quality", "")
     about = f"{protocol.model}, {protocol.rows} rows of {protocol.tokens} tokens, chunks of {protocol.chunk}"
-    return Result(
-        name,
-        title or about,
-        COLUMNS,
-        [_row(outcome, comparison, required.get(outcome.scheme.name, ())) for outcome in comparison.outcomes],
-        (*_NOTES, *_more_notes(comparison, protocol)),
-        seconds,
-    )
+    name, title = ("offset", "the same with a key offset") if comparison.key_offset else ("quality", about)
+    rows = [
+        Row(_cells(outcome, comparison), tuple(bounds(outcome, comparison, protocol)))
+        for outcome in comparison.outcomes
+    ]
+    return Result(name, title, COLUMNS, rows, (*_NOTES, *_more_notes(comparison)), seconds)
 
 
-def _more_notes(comparison: Comparison, protocol: Protocol) -> tuple[str, ...]:
+def _more_notes(comparison: Comparison) -> tuple[str, ...]:
     if comparison.key_offset:
         return (
-            f"{offset.OFFSET:g} is added to two channels of every key on its way into the cache: those of "
+            f"{OFFSET:g} is added to two channels of every key on its way into the cache: those of "
             "the pair that rotary embeddings turn slowest (the last of each half of the head). A softmax "
             "does not see it.",
         )
-    titles = [outcome.scheme for outcome in comparison.outcomes if outcome.scheme.name.startswith("stock")]
+    schemes = [outcome.scheme for outcome in comparison.outcomes]
     stock = tuple(
         f"{scheme.name}: {scheme.title}, otherwise its defaults: groups of 64, and up to 128 of the newest "
         "tokens as they are; everything is quantized anew whenever those are full."
-        for scheme in titles
+        for scheme in schemes
+        if scheme.name.startswith("stock")
     )
     sizes = "block and group sizes are compared without the guard, so that all layers are alike"
-    has_sizes = any(outcome.scheme.only_defaults for outcome in comparison.outcomes)
-    return (f"text: {text.HOW.format(name=text.DATA.name)}", *stock, *([sizes] if has_sizes else []))
+    has_sizes = any(scheme.only_defaults for scheme in schemes)
+    source = f"text: {text.ROWS_RULE.format(name=text.CATALOGUE.name)}"
+    return (source, *stock, *([sizes] if has_sizes else []))
 
 
-def _row(outcome: Outcome, comparison: Comparison, required: tuple[Bound, ...]) -> Row:
+def _cells(outcome: Outcome, comparison: Comparison) -> dict[str, Cell]:
     cells: dict[str, Cell] = {"scheme": outcome.scheme.name, "title": outcome.scheme.title}
-    if outcome.problem is not None:
-        return Row({**cells, "note": outcome.problem})
     score, storage = outcome.score, outcome.storage
-    assert storage is not None, "a scheme that ran to the end was measured"
-    cells |= {
+    if storage is None:
+        return {**cells, "note": outcome.problem}
+    return cells | {
         "kl_nats": score.kl_nats,
         "top1_percent": score.top1_percent,
         "perplexity": score.perplexity,
         "perplexity_ratio": score.perplexity / comparison.reference.perplexity,
         "stored_bits": storage.stored_bits,
         "all_bits": storage.all_bits,
-        "stored_bytes": storage.stored_bytes,
-        "stored_values": storage.stored_values,
-        "all_bytes": storage.all_bytes,
-        "all_values": storage.all_values,
+        **vars(storage),
         "backend": outcome.backend,
         "note": _moves(outcome.moved) or None,
     }
-    return Row(cells, required)
 
 
 def _moves(moved: dict[int, str]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eval.lookups import DEFAULT_CACHE, at_shared_context, default_row
 from eval.report import numbers
 from eval.report.numbers import NOTHING
-from eval.rows import Row
+from eval.run.lookups import DEFAULT_CACHE, at_shared_context, default_row
+from eval.run.rows import Row
 
 DIFFERENCE_RULE = (
     f"A difference to {DEFAULT_CACHE} whose 95 % interval contains zero is called noise: these samples do "
@@ -21,21 +21,13 @@ Cell = Callable[[Row, Row | None], str]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table.
+    """One column of the table."""
 
-    Attributes:
-        heading: with the unit of its numbers.
-        cell: what it says of a row.
-        meaning: explained in the report.
-        is_text: set to the left.
-        left_out: where columns have to go because the terminal is narrow, the highest number goes first;
-            0: never.
-    """
-
-    heading: str
-    cell: Cell
-    meaning: str
-    is_text: bool = False
+    heading: str  # with the unit of its numbers
+    cell: Cell  # what it says of a row
+    meaning: str  # explained in the report
+    is_text: bool = False  # set to the left
+    # where columns have to go because the terminal is narrow, the highest number goes first; 0: never
     left_out: int = 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from eval.plots import Picture
 
@@ -12,35 +13,33 @@ from eval.plots import Picture
 class Paragraph:
     """A few sentences."""
 
+    kind: ClassVar[str] = "paragraph"
     text: str
 
 
 @dataclass(frozen=True)
 class Bullets:
-    """A list; each item is (what it is about, what is said of it)."""
+    """A list; each point is (what it is about, what is said of it)."""
 
-    items: Sequence[tuple[str, str]]
+    kind: ClassVar[str] = "bullets"
+    points: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table.
+    """A table."""
 
-    Attributes:
-        headings: one for each column.
-        rows: the text of every cell.
-        text_columns: so many columns at the left hold words, the others numbers.
-    """
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    text_columns: int = 1
+    kind: ClassVar[str] = "grid"
+    headings: Sequence[str]  # one for each column
+    rows: Sequence[Sequence[str]]  # the text of every cell
+    text_columns: int = 1  # so many columns at the left hold words, the others numbers
 
 
 @dataclass(frozen=True)
 class Figure:
     """A picture that lies beside the report."""
 
+    kind: ClassVar[str] = "figure"
     picture: Picture
 
 
@@ -53,7 +52,7 @@ class Section:
 
     title: str
     blocks: Sequence[Block] = ()
-    sections: Sequence[Section] = field(default_factory=tuple)
+    sections: Sequence[Section] = ()
 
 
 @dataclass(frozen=True)

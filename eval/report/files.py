@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import types
-import typing
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from eval import plots
-from eval.errors import UsageError
+from eval.core import results
+from eval.core.errors import UsageError
 from eval.report.content import document
-from eval.report.html import html
-from eval.report.markdown import markdown
-from eval.rows import Run
+from eval.report.render import html, markdown
+from eval.run.rows import Run
 
 RESULTS_FILE = "results.json"
 PREDICTIONS_FILE = "predictions.jsonl"
+BENCH = "caches"
+"""Name of the rows of a run among its results."""
 
 
 def write(run: Run, folder: Path) -> None:
@@ -34,10 +32,11 @@ def write(run: Run, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pictures = plots.draw(run, folder)
     report = document(run, pictures)
+    answers = (results.to_json(dataclasses.asdict(prediction)) for prediction in run.predictions)
     files = {
         "config.yaml": yaml.safe_dump(run.settings, sort_keys=False, allow_unicode=True),
         RESULTS_FILE: results_json(run),
-        PREDICTIONS_FILE: "".join(_json(dataclasses.asdict(p)) + "\n" for p in run.predictions),
+        PREDICTIONS_FILE: "".join(f"{answer}\n" for answer in answers),
         "report.md": markdown(report),
         "report.html": html(report, folder),
     }
@@ -46,25 +45,12 @@ def write(run: Run, folder: Path) -> None:
 
 
 def results_json(run: Run) -> str:
-    """Return the text of `results.json`: the fields of `Run`, but for the answers.
-
-    JSON has no word for numbers that are not finite; they are written as the strings `nan`, `inf`, `-inf`.
-    """
-    fields = dataclasses.asdict(run)
+    """Return the text of `results.json`: the fields of `Run`, but for the answers."""
+    fields = dataclasses.asdict(dataclasses.replace(run, predictions=[]))
     del fields["predictions"]
-    return _json(fields, indent=1) + "\n"
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    environment, settings, rows = (fields.pop(name) for name in ("environment", "settings", "rows"))
+    content = results.document(environment, settings, [{"bench": BENCH, "rows": rows}], **fields)
+    return results.to_json(content, indent=1) + "\n"
 
 
 def read(path: Path) -> Run:
@@ -80,11 +66,13 @@ def read(path: Path) -> Run:
     file = path / RESULTS_FILE if path.is_dir() else path
     answers = file.with_name(PREDICTIONS_FILE)
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = dict(json.loads(file.read_text(encoding="utf-8")))
+        (table,) = fields.pop("results", [{}])
         # Not splitlines(): an answer may hold other ends of a line than this one, and JSON leaves them be.
         lines = answers.read_text(encoding="utf-8").split("\n") if answers.is_file() else []
         predictions = [json.loads(line) for line in lines if line]
-        run: Run = _build(Run, {**fields, "predictions": predictions})
+        rows = {"rows": table["rows"]} if "rows" in table else {}
+        run: Run = results.build(Run, {**fields, **rows, "predictions": predictions})
     except OSError as error:
         raise UsageError(f"cannot read the results {file}: {error.strerror}") from error
     # Text that is no JSON is a ValueError; a field too few, too many or of another type one of these.
@@ -92,21 +80,3 @@ def read(path: Path) -> Run:
         reason = " ".join(str(error).split())
         raise UsageError(f"{file} holds no results of this version of `python -m eval`: {reason}") from error
     return run
-
-
-def _build(kind: Any, value: Any) -> Any:
-    """Return `value`, as JSON gives it, as the type `kind`: a dataclass, a container, or a plain one."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        unknown = sorted(value.keys() - hints.keys())
-        if unknown:
-            raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
-        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
-    if value is None:
-        return None
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is types.UnionType:
-        return _build(next(one for one in arguments if one is not types.NoneType), value)
-    if typing.get_origin(kind) in (tuple, list):
-        return typing.get_origin(kind)(_build(arguments[0], item) for item in value)
-    return float(value) if kind is float else value

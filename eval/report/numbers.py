@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from eval.lookups import MIB
-from eval.rows import Metric, Spread
+from eval.core.statistics import Spread
+from eval.run.lookups import MIB
+from eval.run.rows import Metric
 
 NOTHING = "-"
 _LEAST_EXPONENT = -3

@@ -9,9 +9,9 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from eval.lookups import by_task, problems, shared_context
 from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells, score_heading
-from eval.rows import Row
+from eval.run.lookups import by_task, problem_lines, shared_context
+from eval.run.rows import Row
 
 _FULL_WIDTH = 100
 _GAP = 1
@@ -21,16 +21,14 @@ _GAP = 1
 def table(rows: Sequence[Row], width: int = _FULL_WIDTH) -> Table:
     """Return the rows as a rich table, tasks set apart; what kept a cache from running is said below it.
 
-    Args:
-        rows: the table's lines.
-        width: characters there are; the columns that a reader can best do without go where they are few.
+    Where `width` characters are too few, the columns go that a reader can best do without.
     """
     sections = {task: [_head(task, of_task), *cells(of_task)] for task, of_task in by_task(rows).items()}
     kept = _fitting([_heading(column.heading) for column in COLUMNS], sections, width)
     # Text, not strings: rich reads brackets in strings as markup, and an error's message may hold some.
     result = Table(
         title="Caches compared",
-        caption=Text("\n".join([*problems(rows), DIFFERENCE_RULE])),
+        caption=Text("\n".join([*problem_lines(rows), DIFFERENCE_RULE])),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,

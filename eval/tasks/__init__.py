@@ -1,4 +1,4 @@
-"""The tasks, one file each, and their registry."""
+"""The tasks and their registry."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from eval.tasks.fidelity import Fidelity
 from eval.tasks.latency import Latency
 from eval.tasks.perplexity import Perplexity
 from eval.tasks.retrieval import Retrieval
-from eval.tasks.summarization import Summarization
-from eval.tasks.translation import Translation
+from eval.tasks.texts import Summarization, Translation
 
 __all__ = ["TASKS", "Sample", "Task"]
 

@@ -1,71 +1,50 @@
-"""What a task is: which samples it looks at, what a cache does with them, and what that is worth."""
+"""The contract of a task: its samples, what a cache does with them, and what that is worth."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from eval.caches import CacheEntry, KvBytes
-from eval.measure import Measures
-from eval.models import LoadedModel
-from eval.settings import Settings
+from eval.caches import CacheEntry
+from eval.core.measure import Measures
+from eval.core.models import LoadedModel
+from eval.core.statistics import Statistic
+from eval.run.settings import Settings
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One question to a model, and the answer it is scored against.
+    """One question to a model, and the answer it is scored against."""
 
-    Attributes:
-        id: names it in the outputs.
-        prompt: text, as a chat user would write it.
-        reference: the answer.
-        facts: what else is known of it, by name.
-    """
-
-    id: str
-    prompt: str
-    reference: str = ""
-    facts: dict[str, float] = field(default_factory=dict)
+    id: str  # names it in the outputs
+    prompt: str  # text, as a chat user would write it
+    reference: str = ""  # the answer
+    facts: dict[str, float] = field(default_factory=dict)  # what else is known of it, by name
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Samples that a cache serves together: the smallest thing that is run, recorded and resumed.
+    """Samples that a cache serves together: the smallest thing that is run, recorded and resumed."""
 
-    Attributes:
-        index: its place among the units of the task, the same in every process.
-        label: for the progress bar.
-        samples: in order.
-        inputs: what the task prepared for them, the same for every cache.
-    """
-
-    index: int
-    label: str
-    samples: tuple[Sample, ...]
-    inputs: Any
+    index: int  # its place among the units of the task, the same in every process
+    label: str  # for the progress bar
+    samples: tuple[Sample, ...]  # in order
+    inputs: Any  # what the task prepared for them, the same for every cache
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one sample.
+    """What came of one sample."""
 
-    Attributes:
-        id: of the sample.
-        text: the answer, if it is one.
-        reference: what it is scored against.
-        tokens: ids of the answer, up to and including the end-of-sequence token.
-        values: numbers by name.
-    """
-
-    id: str
-    text: str = ""
-    reference: str = ""
-    tokens: tuple[int, ...] = ()
-    values: dict[str, float] = field(default_factory=dict)
+    id: str  # of the sample
+    text: str = ""  # the answer, if it is one
+    reference: str = ""  # what it is scored against
+    tokens: tuple[int, ...] = ()  # ids of the answer, up to and including the end-of-sequence token
+    values: dict[str, float] = field(default_factory=dict)  # numbers by name
 
 
 @dataclass(frozen=True)
@@ -77,50 +56,17 @@ class Outcome:
     problem: str | None = None
     failed: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON writes it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, written: dict[str, Any]) -> Outcome:
-        """The inverse of `to_dict`."""
-        measures = written["measures"]
-        return cls(
-            tuple(Answer(**{**a, "tokens": tuple(a["tokens"])}) for a in written["answers"]),
-            None if measures is None else _measures(measures),
-            written["problem"],
-            written["failed"],
-        )
-
-
-def _measures(written: dict[str, Any]) -> Measures:
-    lists = {name: tuple(written[name]) for name in ("prefill_ms", "step_ms")}
-    return Measures(**{**written, **lists, "kv": KvBytes(**written["kv"])})
-
-
-Statistic = Callable[[np.ndarray[Any, Any]], float]
-"""The value of a metric over the samples with these indices; an index may come more than once."""
-
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A metric of a task.
+    """A metric of a task."""
 
-    Attributes:
-        key: for programs.
-        label: for people.
-        unit: `%`, `nats`, `tokens`, or nothing.
-        statistic: makes the statistic of some answers.
-        higher_is_better: which way is up.
-        resolution: differences up to this are those of sums in another order; they count as none.
-    """
-
-    key: str
-    label: str
-    unit: str
-    statistic: Callable[[Sequence[Answer]], Statistic]
-    higher_is_better: bool = True
-    resolution: float = 0.0
+    key: str  # for programs
+    label: str  # for people
+    unit: str  # `%`, `nats`, `tokens`, or nothing
+    statistic: Callable[[Sequence[Answer]], Statistic]  # makes the statistic of some answers
+    higher_is_better: bool = True  # which way is up
+    resolution: float = 0.0  # differences up to this are those of sums in another order; they count as none
 
 
 def mean_of(name: str, factor: float = 1.0) -> Callable[[Sequence[Answer]], Statistic]:
@@ -134,25 +80,17 @@ def mean_of(name: str, factor: float = 1.0) -> Callable[[Sequence[Answer]], Stat
 
 
 class Task(ABC):
-    """A registry entry; see the module for the words.
+    """A registry entry; see the module for the words."""
 
-    Attributes:
-        name: what `--tasks` and the table call it.
-        title: one line for the report.
-        metrics: the first is the main one; none if only time and memory are looked at.
-        agreement: the metric that is also computed against the default cache's own answers.
-        needs_chat: whether prompts go through the tokenizer's chat template.
-        takes_dataset: whether `--dataset` can give it texts.
-        is_timed: whether its times are its result: then it runs alone, in one process.
-    """
-
-    name: ClassVar[str]
-    title: ClassVar[str]
+    name: ClassVar[str]  # what `--tasks` and the table call it
+    title: ClassVar[str]  # one line for the report
+    # the first is the main one; none if only time and memory are looked at
     metrics: ClassVar[tuple[MetricSpec, ...]] = ()
+    # the metric that is also computed against the default cache's own answers
     agreement: ClassVar[MetricSpec | None] = None
-    needs_chat: ClassVar[bool] = False
-    takes_dataset: ClassVar[bool] = False
-    is_timed: ClassVar[bool] = False
+    needs_chat: ClassVar[bool] = False  # whether prompts go through the tokenizer's chat template
+    takes_dataset: ClassVar[bool] = False  # whether `--dataset` can give it texts
+    is_timed: ClassVar[bool] = False  # whether its times are its result: then it runs alone, in one process
 
     @abstractmethod
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
@@ -164,13 +102,9 @@ class Task(ABC):
 
     @abstractmethod
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
-        """Run one unit with a fresh cache.
+        """Run one of the units with a fresh cache; `reference` is what the method gave for it.
 
-        Args:
-            loaded: the model; its attention is left as the cache wanted it.
-            unit: one of `units`.
-            entry: the contender.
-            reference: what `reference` gave for this unit.
+        The model's attention is left as the cache wanted it.
 
         Raises:
             CacheUnavailable: the cache cannot run here.

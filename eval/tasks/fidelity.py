@@ -1,4 +1,4 @@
-"""How near the next tokens are to those of the default cache, one decode step after another.
+"""Nearness of the next tokens to those of the default cache, one decode step after another.
 
 The default cache goes on from a text; then every cache is fed the text and the default's own tokens, and its
 distribution at each step is compared. So all are asked the same, and the first step at which a cache would
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from eval import data_source, long_text
 from eval.caches import CACHES, CacheEntry, Demand
-from eval.data_source import DATA_DIR, Source
-from eval.errors import UsageError
-from eval.generate import check_context, forward, prefill
-from eval.lookups import DEFAULT_CACHE
-from eval.measure import Measures, StepTimer, peak_memory
-from eval.models import LoadedModel
-from eval.settings import Settings
+from eval.core.errors import UsageError
+from eval.core.models import LoadedModel
+from eval.core.statistics import kl_divergence
+from eval.data import text
+from eval.data.source import Source, read
+from eval.run.generate import check_context, forward, measured, prefill
+from eval.run.lookups import DEFAULT_CACHE
+from eval.run.settings import Settings
 
 from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
@@ -29,20 +29,15 @@ PROMPT_TOKENS = 1024
 STEPS = 64
 SAMPLES_PER_TEXT = 8
 """What a text counts for: it takes as long as so many short answers."""
-_CATALOGUE = Source(str(DATA_DIR / "catalogue.jsonl"), {"input": "text"})
+_CATALOGUE = Source(str(text.CATALOGUE), {"input": "text"})
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the default cache said.
+    """What the default cache said."""
 
-    Attributes:
-        tokens: `[rows, steps]`.
-        log_probs: `[rows, steps, vocabulary]`.
-    """
-
-    tokens: torch.Tensor
-    log_probs: torch.Tensor
+    tokens: torch.Tensor  # `[rows, steps]`
+    logits: torch.Tensor  # `[rows, steps, vocabulary]`
 
 
 class Fidelity(Task):
@@ -60,8 +55,8 @@ class Fidelity(Task):
         """Batches of texts that do not overlap."""
         needed = PROMPT_TOKENS + STEPS
         check_context(loaded.model, needed, "the texts of the task 'fidelity'", "leave the task away")
-        texts = [row["input"] for row in data_source.read(_CATALOGUE, ("input",), None, 0)]
-        ids = long_text.token_ids(loaded.tokenizer, "\n\n".join(texts)).to(loaded.device)
+        texts = [row["input"] for row in read(_CATALOGUE, ("input",), None, 0)]
+        ids = text.token_ids(loaded.tokenizer, "\n\n".join(texts)).to(loaded.device)
         count = min(-(-settings.limit // SAMPLES_PER_TEXT), len(ids) // PROMPT_TOKENS)
         if count == 0:
             raise UsageError(f"the texts of the task 'fidelity' are shorter than {PROMPT_TOKENS} tokens")
@@ -85,26 +80,21 @@ class Fidelity(Task):
         with torch.inference_mode():
             cache = CACHES[DEFAULT_CACHE].create(loaded.model, _demand(prompts))
             steps = list(_steps(loaded, prompts, cache, None))
-        log_probs = torch.stack([logits.log_softmax(-1) for logits in steps], dim=1)
-        return Reference(log_probs.argmax(-1), log_probs)
+        logits = torch.stack(steps, dim=1)
+        return Reference(logits.argmax(-1), logits)
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Reference) -> Outcome:
         """Feed one batch and the default's tokens."""
         prompts: torch.Tensor = unit.inputs
-        memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
         kl: list[torch.Tensor] = []
         chosen: list[torch.Tensor] = []
-        with torch.inference_mode(), memory, timer:
-            cache = entry.create(loaded.model, _demand(prompts))
-            for step, logits in enumerate(_steps(loaded, prompts, cache, reference.tokens)):
-                kl.append(_kl(reference.log_probs[:, step], logits))
+        with torch.inference_mode(), measured(loaded, entry, _demand(prompts)) as made:
+            for step, logits in enumerate(_steps(loaded, prompts, made.cache, reference.tokens)):
+                kl.append(kl_divergence(logits, reference.logits[:, step]))
                 chosen.append(logits.argmax(-1))
         answers = _answers(unit, reference.tokens, torch.stack(chosen, 1), torch.stack(kl, 1))
         # A step is not timed: comparing distributions lies between two forwards.
-        measures = Measures(
-            len(prompts), (timer.prefill_ms,), (), entry.kv_bytes(cache), memory.peak_bytes, memory.rise_bytes
-        )
-        return Outcome(answers, measures)
+        return Outcome(answers, made.measures(is_timed=False))
 
 
 def _demand(prompts: torch.Tensor) -> Demand:
@@ -121,12 +111,6 @@ def _steps(
         token = logits.argmax(-1) if tokens is None else tokens[:, step]
         logits = forward(loaded, token[:, None], cache)[:, -1].float()
         yield logits
-
-
-def _kl(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """KL divergence of every row in nats, from log-probabilities and logits `[rows, vocabulary]`."""
-    difference = reference - logits.log_softmax(-1)
-    return (reference.exp() * difference).sum(-1)
 
 
 def _answers(

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from eval import long_text
 from eval.caches import CacheEntry
-from eval.generate import check_context, context_tokens, generate_batch
-from eval.measure import Measures
-from eval.models import LoadedModel
-from eval.rows import AtContext
-from eval.settings import Settings
-from eval.spread import spread
+from eval.core.measure import Measures
+from eval.core.models import LoadedModel
+from eval.core.statistics import spread
+from eval.data import text
+from eval.run.generate import contexts, generate_batch
+from eval.run.rows import AtContext
+from eval.run.settings import Settings
 
 from .base import Answer, Outcome, Sample, Task, Unit
 
@@ -33,9 +33,9 @@ class Latency(Task):
 
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
         """Every context, in every round."""
-        contexts = _contexts(loaded, settings)
-        ids = long_text.token_ids(loaded.tokenizer, long_text.shipped()).to(loaded.device)
-        jobs = [(tokens, turn) for turn in range(ROUNDS) for tokens in contexts]
+        lengths = _contexts(loaded, settings)
+        ids = text.token_ids(loaded.tokenizer, text.shipped()).to(loaded.device)
+        jobs = [(tokens, turn) for turn in range(ROUNDS) for tokens in lengths]
         return [
             Unit(
                 index,
@@ -64,17 +64,8 @@ class Latency(Task):
 
 
 def _contexts(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
-    room = STEPS + 1
-    if settings.contexts is not None:
-        check_context(
-            loaded.model,
-            max(settings.contexts) + room,
-            "the prompts and answers of the task 'latency'",
-            "smaller --contexts",
-        )
-        return settings.contexts
-    limit = context_tokens(loaded.model) or max(_DEFAULT_CONTEXTS) + room
-    return [tokens for tokens in _DEFAULT_CONTEXTS if tokens + room <= limit] or [max(1, limit - room)]
+    what = "the prompts and answers of the task 'latency'"
+    return contexts(loaded, settings.contexts, _DEFAULT_CONTEXTS, STEPS + 1, what)
 
 
 def _at(tokens: int, measures: Sequence[Measures]) -> AtContext:

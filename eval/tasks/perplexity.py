@@ -8,6 +8,7 @@ text      |===========|===========|===========|      what lies before it is read
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,19 +17,21 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from eval import data_source, long_text
 from eval.caches import CacheEntry, Demand
-from eval.data_source import Source
-from eval.errors import UsageError
-from eval.generate import check_context, context_tokens, forward
-from eval.measure import Measures, StepTimer, peak_memory
-from eval.models import LoadedModel
-from eval.settings import Settings
+from eval.core.errors import UsageError
+from eval.core.models import LoadedModel
+from eval.core.statistics import Statistic
+from eval.data import text
+from eval.data.source import Source, chosen, read
+from eval.run.generate import check_context, context_tokens, forward, measured
+from eval.run.settings import Settings
 
-from .base import Answer, MetricSpec, Outcome, Sample, Statistic, Task, Unit
+from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit
 
 CHUNK_TOKENS = 64
 _DEFAULT_CONTEXT_TOKENS = 2048
+_CONTEXT_TOKENS_PER_SAMPLE = 128
+"""With few samples a window is shorter, unless its length was asked for."""
 SAMPLES_PER_WINDOW = 8
 """What a window counts for: it takes as long as so many short answers."""
 
@@ -53,11 +56,12 @@ class Perplexity(Task):
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
         """Windows of the longest of `settings.contexts`, spread evenly over the text."""
         limit = context_tokens(loaded.model)
-        length = max(settings.contexts or [min(_DEFAULT_CONTEXT_TOKENS, limit or _DEFAULT_CONTEXT_TOKENS)])
+        default = min(_DEFAULT_CONTEXT_TOKENS, _CONTEXT_TOKENS_PER_SAMPLE * settings.limit)
+        length = max(settings.contexts or [min(default, limit or default)])
         check_context(loaded.model, length, "the windows of the task 'perplexity'", "smaller --contexts")
         if length < 2:
             raise UsageError("a window of 1 token predicts none; choose larger --contexts for 'perplexity'")
-        ids = long_text.token_ids(loaded.tokenizer, self._text(settings))
+        ids = text.token_ids(loaded.tokenizer, self._text(settings))
         starts = _starts(ids.shape[0], length, -(-settings.limit // SAMPLES_PER_WINDOW))
         return [
             Unit(
@@ -72,19 +76,18 @@ class Perplexity(Task):
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """Forward one window."""
         window: torch.Tensor = unit.inputs  # [1, tokens]
-        memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
-        with torch.inference_mode(), memory, timer:
-            cache = entry.create(loaded.model, Demand(1, window.shape[1]))
-            nll = _nll(loaded, window, cache)
+        with torch.inference_mode(), measured(loaded, entry, Demand(1, window.shape[1])) as made:
+            nll = _nll(loaded, window, made.cache)
         answer = Answer(unit.samples[0].id, values={"nll": nll, "tokens": float(window.shape[1] - 1)})
-        measures = Measures(1, (), (), entry.kv_bytes(cache), memory.peak_bytes, memory.rise_bytes)
+        # Chunks are no prompt and no steps.
+        measures = dataclasses.replace(made.measures(is_timed=False), prefill_ms=())
         return Outcome((answer,), measures)
 
     def _text(self, settings: Settings) -> str:
         if settings.dataset is None:
-            return long_text.shipped()
-        source = data_source.chosen(settings, Source("", {}))
-        return "\n\n".join(row["input"] for row in data_source.read(source, ("input",), None, settings.seed))
+            return text.shipped()
+        given = chosen(settings, Source("", {}))
+        return "\n\n".join(row["input"] for row in read(given, ("input",), None, settings.seed))
 
 
 def _starts(text_tokens: int, length: int, windows: int) -> list[int]:

@@ -23,15 +23,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from eval import data_source
 from eval.caches import CacheEntry, Demand
-from eval.data_source import DATA_DIR, Source
-from eval.errors import UsageError
-from eval.generate import check_context, context_tokens, generate, prefill
-from eval.measure import Measures, StepTimer, peak_memory
-from eval.models import LoadedModel
-from eval.rows import HeatCell
-from eval.settings import Settings
+from eval.core.errors import UsageError
+from eval.core.models import LoadedModel
+from eval.data import text
+from eval.data.source import Source, chosen, read
+from eval.run.generate import contexts, generate, measured, prefill
+from eval.run.rows import HeatCell
+from eval.run.settings import Settings
 
 from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
@@ -56,15 +55,10 @@ class _Question:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """One text to search, and the questions about it.
+    """One text to search, and the questions about it."""
 
-    Attributes:
-        ids: `[1, tokens]`.
-        questions: of each sample.
-    """
-
-    ids: torch.Tensor
-    questions: tuple[_Question, ...]
+    ids: torch.Tensor  # `[1, tokens]`
+    questions: tuple[_Question, ...]  # of each sample
 
 
 class Retrieval(Task):
@@ -75,48 +69,35 @@ class Retrieval(Task):
     metrics = (MetricSpec("exact", "exact match", "%", mean_of("exact", 100.0)),)
     takes_dataset = True
     source: ClassVar[Source] = Source(
-        str(DATA_DIR / "catalogue.jsonl"), {"id": "name", "input": "name", "reference": "text"}
+        str(text.CATALOGUE), {"id": "name", "input": "name", "reference": "text"}
     )
 
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
         """Catalogues; `settings.limit` questions or a few more, about as many at every length and depth."""
-        rows = data_source.read(
-            data_source.chosen(settings, self.source), ("input", "reference"), None, settings.seed
-        )
+        texts = chosen(settings, self.source)
+        rows = read(texts, ("input", "reference"), None, settings.seed)
         entries = [entry for row in rows if (entry := _Entry.of(row["input"], row["reference"])) is not None]
         lengths = _lengths(loaded, settings)
         wanted = -(-settings.limit // (len(lengths) * len(DEPTHS_PERCENT)))  # of a length and depth
         jobs = [
-            (length, turn)
+            (length, per_depth, f"{settings.seed} {length} {turn}")
             for length in lengths
-            for turn in range(-(-wanted // _questions_per_depth(length, wanted)))
+            for per_depth in [max(1, min(wanted, length // TOKENS_PER_QUESTION))]
+            for turn in range(-(-wanted // per_depth))
         ]
-        return [
-            _unit(
-                loaded,
-                entries,
-                index,
-                length,
-                _questions_per_depth(length, wanted),
-                seed=f"{settings.seed} {length} {turn}",
-            )
-            for index, (length, turn) in enumerate(jobs)
-        ]
+        return [_unit(loaded, entries, index, *job) for index, job in enumerate(jobs)]
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """Forward one catalogue and ask all questions about it."""
         catalogue: Catalogue = unit.inputs
         capacity = catalogue.ids.shape[1] + max(q.ids.shape[1] + q.answer_tokens for q in catalogue.questions)
-        memory, timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
-        with torch.inference_mode(), memory, timer:
-            cache = entry.create(loaded.model, Demand(1, capacity))
-            prefill(loaded, catalogue.ids, cache)
-        kv = entry.kv_bytes(cache)
+        with torch.inference_mode(), measured(loaded, entry, Demand(1, capacity)) as made:
+            prefill(loaded, catalogue.ids, made.cache)
+        measures = made.measures()
         answers = tuple(
-            _ask(loaded, catalogue.ids, question, entry.duplicate(cache), sample)
+            _ask(loaded, catalogue.ids, question, entry.duplicate(made.cache), sample)
             for sample, question in zip(unit.samples, catalogue.questions, strict=True)
         )
-        measures = Measures(1, (timer.prefill_ms,), (), kv, memory.peak_bytes, memory.rise_bytes)
         return Outcome(answers, measures)
 
     def details(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -148,17 +129,10 @@ class _Entry:
 
 
 def _lengths(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
-    if settings.contexts is not None:
-        check_context(
-            loaded.model,
-            max(settings.contexts),
-            "the catalogues of the task 'retrieval'",
-            "smaller --contexts",
-        )
-        return settings.contexts
-    limit = context_tokens(loaded.model) or max(_DEFAULT_CONTEXTS)
-    fitting = [length for length in _DEFAULT_CONTEXTS if length <= limit]
-    return fitting or [limit]
+    what = "the catalogues of the task 'retrieval'"
+    lengths = contexts(loaded, settings.contexts, _DEFAULT_CONTEXTS, 0, what)
+    # A question at each depth of each length: few samples are for the shorter of those that nobody asked for.
+    return lengths if settings.contexts else lengths[: -(-settings.limit // len(DEPTHS_PERCENT))]
 
 
 def _unit(
@@ -166,36 +140,27 @@ def _unit(
 ) -> Unit:
     rng = random.Random(seed)
     order = rng.sample(list(entries), len(entries))
-    chosen = list(_that_fit(loaded, order, length - _QUESTION_TOKENS))
-    if len(chosen) < len(DEPTHS_PERCENT):
+    fitting = list(_that_fit(loaded, order, length - _QUESTION_TOKENS))
+    if len(fitting) < len(DEPTHS_PERCENT):
         raise UsageError(
-            f"a catalogue of {length} tokens holds {len(chosen)} entries; the task 'retrieval' needs at "
+            f"a catalogue of {length} tokens holds {len(fitting)} entries; the task 'retrieval' needs at "
             f"least {len(DEPTHS_PERCENT)}: choose larger --contexts"
         )
     samples, questions = [], []
     for depth in DEPTHS_PERCENT:
-        for place in _places(depth, len(chosen), per_depth, rng):
-            entry = chosen[place]
+        for place in _places(depth, len(fitting), per_depth, rng):
+            entry = fitting[place]
             facts = {"length_tokens": float(length), "depth_percent": float(depth)}
             samples.append(Sample(entry.name, f"{entry.name}:", entry.answer, facts))
             questions.append(_question(loaded, entry))
-    text = HEAD + "".join(entry.text for entry in chosen)
-    return Unit(
-        index,
-        f"{length} tokens, catalogue {index + 1}",
-        tuple(samples),
-        Catalogue(_ids(loaded, text), tuple(questions)),
-    )
+    ids = _ids(loaded, HEAD + "".join(entry.text for entry in fitting))
+    label = f"{length} tokens, catalogue {index + 1}"
+    return Unit(index, label, tuple(samples), Catalogue(ids, tuple(questions)))
 
 
 def _question(loaded: LoadedModel, entry: _Entry) -> _Question:
     enough = _ids(loaded, f" {entry.answer}").shape[1] + 2
     return _Question(_ids(loaded, f"{entry.name}:"), enough)
-
-
-def _asked_tokens(loaded: LoadedModel, entry: _Entry) -> int:
-    question = _question(loaded, entry)
-    return question.ids.shape[1] + question.answer_tokens
 
 
 def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iterator[_Entry]:
@@ -204,19 +169,17 @@ def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iter
     Those that would be answered alike, or named alike, come once.
     """
     room -= _ids(loaded, HEAD).shape[1]
-    seen: set[str] = set()
+    taken: set[str] = set()
     for entry in entries:
-        if seen & {entry.name, entry.answer} or _asked_tokens(loaded, entry) > _QUESTION_TOKENS:
+        question = _question(loaded, entry)
+        is_long = question.ids.shape[1] + question.answer_tokens > _QUESTION_TOKENS
+        if is_long or taken & {entry.name, entry.answer}:
             continue
         room -= _ids(loaded, entry.text).shape[1]
         if room < 0:
             return
-        seen |= {entry.name, entry.answer}
+        taken |= {entry.name, entry.answer}
         yield entry
-
-
-def _questions_per_depth(length: int, wanted: int) -> int:
-    return max(1, min(wanted, length // TOKENS_PER_QUESTION))
 
 
 def _places(depth_percent: int, entries: int, count: int, rng: random.Random) -> list[int]:
@@ -227,10 +190,8 @@ def _places(depth_percent: int, entries: int, count: int, rng: random.Random) ->
     return sorted(rng.sample(places, min(count, len(places))))
 
 
-def _ids(loaded: LoadedModel, text: str) -> torch.Tensor:
-    encoded = loaded.tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")
-    ids: torch.Tensor = encoded["input_ids"].to(loaded.device)
-    return ids
+def _ids(loaded: LoadedModel, content: str) -> torch.Tensor:
+    return text.token_ids(loaded.tokenizer, content)[None].to(loaded.device)
 
 
 def _ask(
@@ -239,7 +200,7 @@ def _ask(
     ids = torch.cat([catalogue, question.ids], dim=1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     (tokens,) = generate(loaded, inputs, cache, question.answer_tokens)
-    text = loaded.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-    words = " ".join(text.split()[: len(sample.reference.split())]).rstrip(".")
+    answer = loaded.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    words = " ".join(answer.split()[: len(sample.reference.split())]).rstrip(".")
     values = {**sample.facts, "exact": float(words == sample.reference)}
-    return Answer(sample.id, text, sample.reference, tuple(tokens), values)
+    return Answer(sample.id, answer, sample.reference, tuple(tokens), values)

@@ -1,46 +1,36 @@
-"""What the tasks share whose answers are texts: a data set of (input, reference), prompts, batches."""
+"""Tasks whose answers are texts: a data set of (input, reference), prompts, batches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from eval import data_source
 from eval.caches import CacheEntry
-from eval.data_source import Source
-from eval.errors import UsageError
-from eval.generate import check_context, generate_batch
-from eval.models import LoadedModel
-from eval.settings import Settings
+from eval.core.errors import UsageError
+from eval.core.models import LoadedModel
+from eval.data import DATA_DIR
+from eval.data.source import Source, chosen, read
+from eval.run.generate import check_context, generate_batch
+from eval.run.settings import Settings
 
-from .base import Answer, Outcome, Sample, Task, Unit
+from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit
+from .metrics import bleu, chrf, rouge
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that run together.
+    """Prompts that run together."""
 
-    Attributes:
-        tensors: `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left.
-        new_tokens: most tokens of an answer.
-    """
-
-    tensors: dict[str, Any]
-    new_tokens: int
+    tensors: dict[str, Any]  # `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left
+    new_tokens: int  # most tokens of an answer
 
 
 class TextTask(Task):
-    """Prompts in a chat, answers generated greedily.
+    """Prompts in a chat, answers generated greedily."""
 
-    Attributes:
-        source: the texts that ship.
-        instruction: the user's message; `{input}` is the text.
-        max_new_tokens: default length of an answer.
-    """
-
-    source: ClassVar[Source]
-    instruction: ClassVar[str]
-    max_new_tokens: ClassVar[int]
+    source: ClassVar[Source]  # the texts that ship
+    instruction: ClassVar[str]  # the user's message; `{input}` is the text
+    max_new_tokens: ClassVar[int]  # default length of an answer
     needs_chat: ClassVar[bool] = True
     takes_dataset: ClassVar[bool] = True
 
@@ -50,11 +40,11 @@ class TextTask(Task):
         Raises:
             UsageError: the data cannot be had.
         """
-        source = data_source.chosen(settings, self.source)
-        instruction = source.instruction or self.instruction
+        texts = chosen(settings, self.source)
+        instruction = texts.instruction or self.instruction
         if "{input}" not in instruction:
             raise UsageError(f"instruction must hold {{input}} where the text goes, got {instruction!r}")
-        rows = data_source.read(source, ("input", "reference"), settings.limit, settings.seed)
+        rows = read(texts, ("input", "reference"), settings.limit, settings.seed)
         return [
             Sample(row["id"], instruction.replace("{input}", row["input"]), row["reference"]) for row in rows
         ]
@@ -86,6 +76,41 @@ class TextTask(Task):
             for sample, text, tokens in zip(unit.samples, texts, rows, strict=True)
         ]
         return Outcome(tuple(answers), measures)
+
+
+class Summarization(TextTask):
+    """Long descriptions of software, and the one-line summaries people wrote for them."""
+
+    name = "summarization"
+    title = "summaries of software descriptions, in the words people chose"
+    source: ClassVar[Source] = Source(
+        str(DATA_DIR / "summarization.jsonl"), {"id": "id", "input": "document", "reference": "summary"}
+    )
+    instruction = "Describe the following software package in at most ten words.\n\n{input}"
+    max_new_tokens = 32
+    metrics = (
+        MetricSpec("rouge_l", "ROUGE-L", "%", rouge("rougeL")),
+        MetricSpec("rouge_1", "ROUGE-1", "%", rouge("rouge1")),
+        MetricSpec("rouge_2", "ROUGE-2", "%", rouge("rouge2")),
+    )
+    agreement = metrics[0]
+
+
+class Translation(TextTask):
+    """Descriptions of software in English, and the French that translators wrote for them."""
+
+    name = "translation"
+    title = "software descriptions from English to French"
+    source: ClassVar[Source] = Source(
+        str(DATA_DIR / "translation_en_fr.jsonl"), {"id": "id", "input": "en", "reference": "fr"}
+    )
+    instruction = "Translate the following English text to French:\n\n{input}"
+    max_new_tokens = 96
+    metrics = (
+        MetricSpec("chrf", "chrF", "%", chrf),
+        MetricSpec("bleu", "BLEU", "%", bleu),
+    )
+    agreement = metrics[0]
 
 
 def _encode(loaded: LoadedModel, prompts: list[str]) -> dict[str, Any]:

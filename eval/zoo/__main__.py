@@ -1,8 +1,8 @@
-"""Entry point of `python -m eval.zoo`."""
+"""The former spelling of `python -m eval zoo`, for one more version."""
 
 from __future__ import annotations
 
-from eval.zoo.cli import main
+from eval.cli import main
 
 if __name__ == "__main__":
-    main()
+    main("zoo")

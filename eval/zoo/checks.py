@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from eval.zoo import compare, inputs, runs
+from eval.zoo import inputs, runs
 from eval.zoo.inputs import Prompt
 from eval.zoo.registry import Entry
 from eval.zoo.runs import Run
@@ -35,19 +35,12 @@ MakeCache = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A use of a cache.
+    """A use of a cache."""
 
-    Attributes:
-        name: what the tables call it.
-        lengths: tokens of the prompts, one for each row.
-        beams: of beam search; 1 is greedy.
-        turns: 2 if the same cache is given once more, with the whole conversation and some ids on top.
-    """
-
-    name: str
-    lengths: tuple[int, ...] = (21, 21)
-    beams: int = 1
-    turns: int = 1
+    name: str  # what the tables call it
+    lengths: tuple[int, ...] = (21, 21)  # tokens of the prompts, one for each row
+    beams: int = 1  # of beam search; 1 is greedy
+    turns: int = 1  # 2 if the same cache is given once more, with the whole conversation and some ids on top
 
 
 CASES = (
@@ -60,21 +53,16 @@ CASES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a case gave.
+    """What a case gave."""
 
-    Attributes:
-        status: `equal`: the tokens and logits of a run that was given no cache (see `compare`); `as default`:
-            not those, but what the default cache gives when it is handed in; `not equal`; `failed`: an error
-            that PagedCache did not raise on purpose; `ignored`: nothing was ever written to the cache;
-            `refused`: an error of PagedCache; `no reference`: transformers itself cannot run the case.
-        difference: largest difference of logits, as a share of their standard deviation.
-        reason: the error.
-        default: the status of the default cache when it is handed in, where ours is not `equal`.
-    """
-
+    # `equal`: tokens and logits of a run that was given no cache (`runs.difference`); `as default`: not
+    # those, but what the default cache gives when it is handed in; `not equal`; `failed`: an error that
+    # PagedCache did not raise on purpose; `ignored`: nothing was ever written to the cache; `refused`: an
+    # error of PagedCache; `no reference`: transformers itself cannot run the case
     status: str
-    difference: float | None = None
-    reason: str | None = None
+    difference: float | None = None  # largest difference of logits, as a share of their standard deviation
+    reason: str | None = None  # the error
+    # the status of the default cache when it is handed in, where ours is not `equal`
     default: str | None = None
 
     @property
@@ -112,19 +100,14 @@ class Reference:
             self.run, self.problem = None, one_line(error)
 
     def judge(self, make_cache: MakeCache) -> Verdict:
-        """Run the case with a cache, and say how it went."""
-        verdict, _ = self._judge(make_cache)
-        return verdict
-
-    def judge_paged(self, make_cache: MakeCache) -> Verdict:
-        """The same, and where it is not equal, how the default cache does."""
+        """How the case goes with a cache, and where it is not equal, how with the default cache."""
         verdict, mine = self._judge(make_cache)
         if verdict.status in (EQUAL, NO_REFERENCE):
             return verdict
         default, theirs = self._judge(default_cache)
         status = verdict.status
         if status == DIFFERENT and default.status == DIFFERENT and mine is not None and theirs is not None:
-            same = compare.difference(theirs, mine, self.case.beams).is_none
+            same = runs.difference(theirs, mine, self.case.beams).is_none
             status = AS_DEFAULT if same else status
         return Verdict(status, verdict.difference, verdict.reason, default.status)
 
@@ -141,7 +124,7 @@ class Reference:
             return Verdict(_status_of(error), reason=one_line(error)), None
         if not _is_written(cache):
             return Verdict(IGNORED, reason="nothing was written to the cache"), mine
-        found = compare.difference(expected, mine, self.case.beams)
+        found = runs.difference(expected, mine, self.case.beams)
         return Verdict(EQUAL if found.is_none else DIFFERENT, found.logits), mine
 
     def _with(self, cache: Any) -> tuple[Run, Run]:

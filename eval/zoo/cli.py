@@ -1,20 +1,30 @@
-"""The command line of `python -m eval.zoo`."""
+"""The command line of `python -m eval zoo`."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
-import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.console import progress_bar, write_results
-from eval.errors import UsageError, check_choice
+from eval.core.console import (
+    EXIT_WRONG,
+    check_writable,
+    progress_bar,
+    terminal,
+    usage_errors,
+    write_json,
+    write_results,
+)
+from eval.core.errors import UsageError, check_choice
+from eval.core.isolation import Call, Workers
 
-EXIT_WRONG = 1
-EXIT_USAGE = 2
+if TYPE_CHECKING:
+    from eval.zoo.examine import Options, Report
+    from eval.zoo.registry import Entry
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -42,77 +52,75 @@ def zoo(
     process of its own. The exit code is 1 if PagedCache is not equal anywhere where the default cache is
     and did not refuse.
     """
-    try:
-        reports = run(types, kind, block_size, attn, formats, jobs, limit, json_file)
-    except UsageError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_USAGE) from error
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configs are made, not loaded
+    console = terminal()
+    with usage_errors():
+        options = _options(block_size, attn, formats)
+        chosen = _chosen(console, types, kind)
+        check_writable(json_file)
+        reports = []
+        with progress_bar(console) as progress:
+            bar = progress.add_task("", total=len(chosen))
+            for report in reports_of(chosen, options, jobs=jobs, limit_s=limit):
+                reports.append(report)
+                progress.update(bar, advance=1, description=report.name)
+        reports.sort(key=lambda report: report.name)
+        _hand_out(console, reports, options, json_file)
     if any(report.is_wrong for report in reports):
         raise typer.Exit(EXIT_WRONG)
 
 
-def run(
-    types: str | None,
-    kind: str | None,
-    block_size: int,
-    attn: str | None,
-    formats: str,
-    jobs: int,
-    limit_s: float,
-    json_file: Path | None,
-) -> list[Any]:
-    """Look at the types, print their table, write the files.
+def reports_of(
+    entries: Sequence[Entry], options: Options, *, jobs: int, limit_s: float, examine: Any = None
+) -> Iterator[Report]:
+    """Look at every entry in a process of its own, `jobs` at a time; reports come as they are ready.
 
-    Raises:
-        UsageError: an unknown type, kind, format or attention, a block size that no cache takes, or a file
-            that cannot be written.
+    A type is given up after `limit_s` seconds. `examine` is what looks at one, a function of a module.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configs are made, not loaded
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from eval.zoo.examine import Report, examine_alone
+
+    # A server that has imported everything and started no thread forks in milliseconds.
+    preload = ["eval.zoo.examine", "transformers.generation"]
+    workers = Workers(examine or examine_alone, jobs, one_call_each=True, preload=preload)
+    for outcome in workers.run([Call((entry, options), limit_s) for entry in entries]):
+        if outcome.problem is None:
+            yield outcome.value
+            continue
+        entry = outcome.call.arguments[0]
+        yield Report(
+            entry.name,
+            entry.model_type,
+            entry.class_name,
+            problem=outcome.problem,
+            has_died=True,
+            seconds=outcome.seconds,
+        )
+
+
+def _hand_out(console: Any, reports: list[Report], options: Options, json_file: Path | None) -> None:
+    """Print the table, write the files."""
     import torch
-    from rich.console import Console
 
-    from eval import environment
-    from eval.zoo import groups, processes, registry, support, table
-    from eval.zoo.examine import examine
+    from eval.core import device
+    from eval.zoo import support
 
-    options = _options(block_size, attn, formats)
-    if kind is not None:
-        _check_kind(kind)
-    chosen = registry.chosen(types)
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
-    if kind is not None:
-        with console.status("reading configs"):
-            chosen = _of_kind(chosen, kind)
-    if json_file is not None:
-        # Refused now and not after minutes; older results stay until then.
-        write_results(json_file, "", mode="a")
-    reports = []
-    with progress_bar(console) as progress:
-        bar = progress.add_task("", total=len(chosen))
-        for report in processes.reports(chosen, options, jobs=jobs, limit_s=limit_s, examine=examine):
-            reports.append(report)
-            progress.update(bar, advance=1, description=report.name)
-    reports.sort(key=lambda report: report.name)
-    table.show(console, reports)
-    console.print(groups.headline(reports), highlight=False)
-    if json_file is not None:
-        described = environment.describe(torch.device("cpu"))
-        document = {
-            "environment": described,
-            "settings": vars(options),
-            "counts": groups.counts(reports),
-            "types": [{"group": groups.group_of(report), **report.to_dict()} for report in reports],
-        }
-        write_results(json_file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-        page = json_file.with_name("SUPPORT.md")
-        write_results(page, support.page(reports, options, described))
-        console.print(f"{json_file} and {page.name} are written", highlight=False)
-    return reports
+    support.show(console, reports)
+    if json_file is None:
+        return
+    described = device.describe(torch.device("cpu"))
+    types = [{"group": support.group_of(report), **dataclasses.asdict(report)} for report in reports]
+    counts = {group: len(members) for group, members in support.grouped(reports).items()}
+    write_json(
+        json_file,
+        {"environment": described, "settings": vars(options), "counts": counts, "types": types},
+        indent=1,
+    )
+    page = json_file.with_name("SUPPORT.md")
+    write_results(page, support.page(reports, options, described))
+    console.print(f"{json_file} and {page.name} are written", highlight=False)
 
 
-def _options(block_size: int, attn: str | None, formats: str) -> Any:
+def _options(block_size: int, attn: str | None, formats: str) -> Options:
     from eval.zoo.examine import Options
     from hf_paged_cache.config import KV_CACHE_DTYPES, PagedCacheConfig, own_name
 
@@ -128,21 +136,14 @@ def _options(block_size: int, attn: str | None, formats: str) -> Any:
     return Options(block_size, attn, tuple(name for name in names if name != "auto"))
 
 
-def _check_kind(kind: str) -> None:
-    from eval.zoo.kinds import KINDS
+def _chosen(console: Any, types: str | None, kind: str | None) -> list[Entry]:
+    from eval.zoo import kinds, registry
 
-    check_choice("kind", kind, KINDS)
-
-
-def _of_kind(entries: list[Any], kind: str) -> list[Any]:
-    from eval.zoo import kinds
-
-    found = [entry for entry in entries if kind in kinds.of_entry(entry)]
+    if kind is None:
+        return registry.chosen(types)
+    check_choice("kind", kind, kinds.KINDS)
+    with console.status("reading configs"):
+        found = [entry for entry in registry.chosen(types) if kind in kinds.of_entry(entry)]
     if not found:
         raise UsageError(f"none of the types has layers of kind {kind!r}")
     return found
-
-
-def main() -> None:
-    """Run the command line; the exit code is 0, 1 (a wrong answer) or 2 (a request that cannot be met)."""
-    sys.exit(app())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 
 from eval.zoo import checks, exceptions, inputs, kinds, reads, runs, tiny
@@ -22,49 +24,32 @@ _STEPS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """How types are looked at.
+    """How types are looked at."""
 
-    Attributes:
-        block_size: tokens of a block.
-        attention: the models' attention implementation; None for the one that transformers chooses.
-        formats: values of `kv_cache_dtype` to try, beside `auto`.
-    """
-
-    block_size: int = 16
+    block_size: int = 16  # tokens of a block
+    # the models' attention implementation; None for the one that transformers chooses
     attention: str | None = None
-    formats: tuple[str, ...] = FORMATS
+    formats: tuple[str, ...] = FORMATS  # values of `kv_cache_dtype` to try, beside `auto`
 
 
 @dataclass
 class Report:
-    """What was found out.
+    """What was found out."""
 
-    Attributes:
-        name: of the entry.
-        model_type: its type.
-        class_name: the model class.
-        kinds: kinds of its layers.
-        reads: how a decode step reads stored K and V (see `reads`).
-        formats: format -> `runs`, or whether it is refused or fails, and why.
-        verdicts: case -> how it went.
-        reach: how far the logits move when an early and a late id of the prompt is another one, as a share of
-            their standard deviation: what a cache that lost it would show.
-        problem: why nothing more is known: skipped, not built, crashed, too slow.
-        has_died: its process crashed or had to be stopped.
-        seconds: how long it took.
-    """
-
-    name: str
-    model_type: str
-    class_name: str
-    kinds: tuple[str, ...] = ()
-    reads: str = reads.NONE
+    name: str  # of the entry
+    model_type: str  # its type
+    class_name: str  # the model class
+    kinds: tuple[str, ...] = ()  # kinds of its layers
+    reads: str = reads.NONE  # how a decode step reads stored K and V (see `reads`)
+    # format -> `runs`, or whether it is refused or fails, and why
     formats: dict[str, str] = field(default_factory=dict)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)  # case -> how it went
+    # how far the logits move when an early and a late id of the prompt is another one, as a share of their
+    # standard deviation: what a cache that lost it would show
     reach: tuple[float, ...] = ()
-    problem: str | None = None
-    has_died: bool = False
-    seconds: float = 0.0
+    problem: str | None = None  # why nothing more is known: skipped, not built, crashed, too slow
+    has_died: bool = False  # its process crashed or had to be stopped
+    seconds: float = 0.0  # how long it took
 
     @property
     def is_wrong(self) -> bool:
@@ -82,10 +67,6 @@ class Report:
         """Why PagedCache refuses the type altogether, or None."""
         plain = self.verdicts.get(CASES[0].name)
         return plain.reason if plain is not None and plain.status == checks.REFUSED else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON writes it."""
-        return asdict(self)
 
 
 def examine(entry: Entry, options: Options) -> Report:
@@ -105,6 +86,15 @@ def examine(entry: Entry, options: Options) -> Report:
     return report
 
 
+def examine_alone(entry: Entry, options: Options) -> Report:
+    """The same in a process that does nothing else: quietly and with one thread."""
+    warnings.simplefilter("ignore")
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)  # tiny models gain nothing from more, and processes share the cores
+    return examine(entry, options)
+
+
 def _try_all(model: Any, entry: Entry, options: Options, report: Report) -> None:
     def paged(model: Any, kv_cache_dtype: KVCacheDtype = "auto") -> Any:
         cache = PagedCache(model, block_size=options.block_size, kv_cache_dtype=kv_cache_dtype)
@@ -115,7 +105,7 @@ def _try_all(model: Any, entry: Entry, options: Options, report: Report) -> None
     report.reach = _reach(model, entry, references[0])
     for reference in references:
         with reads.watch() as seen:
-            report.verdicts[reference.case.name] = reference.judge_paged(paged)
+            report.verdicts[reference.case.name] = reference.judge(paged)
         if reference.case is CASES[0]:
             report.reads = seen.how
     if report.refusal is None:

@@ -16,17 +16,11 @@ _MUSIC = ("musicgen", "musicgen_melody")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Arguments of `generate`.
+    """Arguments of `generate`."""
 
-    Attributes:
-        arguments: by name.
-        grows: the argument that holds the ids which generation adds to.
-        mask: the one that tells which of them are padding.
-    """
-
-    arguments: dict[str, Any]
-    grows: str = "input_ids"
-    mask: str = "attention_mask"
+    arguments: dict[str, Any]  # by name
+    grows: str = "input_ids"  # the argument that holds the ids which generation adds to
+    mask: str = "attention_mask"  # the one that tells which of them are padding
 
     def continued(self, ids: torch.Tensor, *, from_token: int = 0) -> Prompt:
         """The same with other ids `[rows, tokens]`, those from a token on, none of them padding."""
@@ -36,14 +30,9 @@ class Prompt:
 
 
 def prompt(model: Any, entry: Entry, lengths: tuple[int, ...], seed: int, decoder_tokens: int = 9) -> Prompt:
-    """Random prompts of these lengths, padded on the left.
+    """Random prompts of these lengths, padded on the left: those of an encoder, if there is one.
 
-    Args:
-        model: what they are for.
-        entry: its type.
-        lengths: tokens of each row; of the encoder's, if there is one.
-        seed: to draw with.
-        decoder_tokens: tokens that a decoder with an encoder starts from.
+    Its decoder starts from `decoder_tokens` tokens.
 
     Raises:
         ValueError: the type takes no such prompts.

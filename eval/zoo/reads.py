@@ -44,6 +44,15 @@ def watch() -> Iterator[Reads]:
     once, at its first step, and a kernel may gather on its way.
     """
     reads = Reads()
+
+    def noted(function: Callable[..., Any], how: str) -> Callable[..., Any]:
+        def call(blocks: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(blocks, *args, **kwargs)
+            reads.note(blocks, how)
+            return result
+
+        return call
+
     places = (
         (dispatch, "decode", BLOCKS),
         (hf_paged_cache.attention.attention_call, "attend_with_history", BLOCKS),
@@ -51,14 +60,5 @@ def watch() -> Iterator[Reads]:
     )
     with ExitStack() as stack:
         for module, name, how in places:
-            stack.enter_context(mock.patch.object(module, name, _noted(getattr(module, name), how, reads)))
+            stack.enter_context(mock.patch.object(module, name, noted(getattr(module, name), how)))
         yield reads
-
-
-def _noted(function: Callable[..., Any], how: str, reads: Reads) -> Callable[..., Any]:
-    def call(blocks: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(blocks, *args, **kwargs)
-        reads.note(blocks, how)
-        return result
-
-    return call

@@ -7,27 +7,21 @@ from dataclasses import dataclass
 
 from transformers.models.auto import modeling_auto
 
-from eval.errors import UsageError
+from eval.core.errors import UsageError
 
 SEQ2SEQ = "/seq2seq"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model class to look at.
+    """A model class to look at."""
 
-    Attributes:
-        name: what `--types` and the tables call it: the type; with `/seq2seq` the encoder-decoder of a type
-            that has a decoder alone too.
-        model_type: the type, as configs call it.
-        class_name: the class in `transformers`.
-        has_encoder: it is registered among the encoder-decoders.
-    """
-
+    # what `--types` and the tables call it: the type; with `/seq2seq` the encoder-decoder of a type that
+    # has a decoder alone too
     name: str
-    model_type: str
-    class_name: str
-    has_encoder: bool = False
+    model_type: str  # the type, as configs call it
+    class_name: str  # the class in `transformers`
+    has_encoder: bool = False  # it is registered among the encoder-decoders
 
 
 def entries() -> dict[str, Entry]:

@@ -169,12 +169,7 @@ def _is_int(value: object) -> bool:
 
 
 def build(entry: Entry, attention: str | None = None) -> Any:
-    """A tiny model in float32 and evaluation mode; the same weights at every call.
-
-    Args:
-        entry: What to build.
-        attention: The attention implementation; None for the one that transformers chooses.
-    """
+    """A tiny model in float32 and evaluation mode; the same weights at every call."""
     model_class = getattr(transformers, entry.class_name)
     tiny = config(entry.model_type)
     if not isinstance(tiny, model_class.config_class):

@@ -355,11 +355,12 @@ class LayerGroups:
         layer = next(layer for group in saved.groups for layer in group.layers.values())
         new = NewTokens(saved.batch, first_tokens, PoolShape.of(layer.keys, layer.values))
         self.open_rows(new, keep_history=saved.record_past, would_be_static=lambda device: False)
-        for part in saved.groups:
-            group, count = self._by_window[part.window], part.num_blocks
+        for saved_group in saved.groups:
+            window, count = saved_group.window, saved_group.num_blocks
+            group = self._by_window[window]
             # With more history than its windows need, it may want more than they do. And what a pool of this
             # cache had room for, made for more rows maybe, another one takes as well.
-            if not self._provide(group, count, before.get(part.window, 0)):
+            if not self._provide(group, count, before.get(window, 0)):
                 free = group.store.num_available
                 raise PoolExhausted(
                     f"state_dict holds {count} blocks of {group.block_size} tokens, and the pool has {free} "
@@ -368,7 +369,7 @@ class LayerGroups:
                     free_blocks=free,
                     block_size=group.block_size,
                 )
-            group.import_(part, saved.length)
+            group.import_(saved_group, saved.length)
             self.blocks |= group.blocks
 
     def save(self) -> Saved:

@@ -205,7 +205,7 @@ class PoolTensors:
 
     def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Held:
         """What `held` is for so many blocks: in the memory where they lie, otherwise copied (see `copy`)."""
-        tensors = self._in_place(num_blocks) if num_blocks > self.num_blocks else None
+        tensors = self._in_place(num_blocks) if num_blocks >= self.num_blocks else None
         if tensors is not None:
             return tensors, self.held[1]
         return self.copy(num_blocks, dict.fromkeys(used, self.block_size), moved).held

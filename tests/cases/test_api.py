@@ -197,7 +197,14 @@ def test_generate_does_not_try_to_compile_over_a_cache_that_is_not_static(
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("llama", "auto"), ("llama", "int4"), ("gemma3", "auto"), ("gpt2", "int8")]
+    ("name", "form"),
+    [
+        ("llama", "int4"),
+        *(
+            pytest.param(*x, marks=pytest.mark.full)
+            for x in [("llama", "auto"), ("gemma3", "auto"), ("gpt2", "int8")]
+        ),
+    ],
 )
 def test_a_forward_that_the_user_compiled_has_three_graphs_at_most(name: str, form: str) -> None:
     """Case 75. 40 steps, over the edges of blocks and windows: what the plain forward says."""

@@ -67,7 +67,7 @@ def table() -> str:
         if row in whole:
             lines.append(f"| {row} | `todo.md` | waits |")
         for file, name, outcome in tests.get(row, []):
-            topic = file.removesuffix(".py").removeprefix("test_cases_")
+            topic = file.removesuffix(".py").removeprefix("test_")
             lines.append(f"| {row} | `{topic}`: {name.removeprefix('test_')} | {outcome} |")
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eval.models import LoadedModel
+from eval.core.models import LoadedModel
 
 TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}<answer>"
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8

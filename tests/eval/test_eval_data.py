@@ -7,10 +7,10 @@ from typing import Any
 import datasets
 import pytest
 
-from eval import data_source
-from eval.data_source import PRESETS, Source, chosen, read
-from eval.errors import UsageError
-from eval.settings import resolve
+from eval.core.errors import UsageError
+from eval.data import DATA_DIR
+from eval.data.source import PRESETS, Source, chosen, read
+from eval.run.settings import resolve
 
 ROWS = [{"name": f"n{n}", "text": f"text {n}", "short": f"s {n}"} for n in range(12)]
 ROLES = ("input", "reference")
@@ -246,7 +246,7 @@ def test_a_file_has_no_splits_and_no_configurations(given: dict[str, str]) -> No
     ],
 )
 def test_what_ships_has_a_text_in_every_row(file: str, roles: tuple[str, str, str]) -> None:
-    path = data_source.DATA_DIR / file
+    path = DATA_DIR / file
     source = Source(str(path), dict(zip(("id", "input", "reference"), roles, strict=True)))
     written = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert read(source, ROLES, None, 0) == [

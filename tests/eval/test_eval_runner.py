@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from eval import bootstrap, runner, summary
 from eval.caches import CACHES, CacheEntry, CacheUnavailable, Demand, tensor_bytes
-from eval.errors import UsageError
-from eval.journal import Journal, check_continues
-from eval.models import LoadedModel
-from eval.processes import Processes
-from eval.rows import Prediction, Row
-from eval.runner import run_task
-from eval.settings import Settings
+from eval.core import statistics
+from eval.core.errors import UsageError
+from eval.core.models import LoadedModel
+from eval.run import runner, summary
+from eval.run.journal import Journal, check_continues
+from eval.run.processes import Processes
+from eval.run.rows import Prediction, Row
+from eval.run.runner import Runner
+from eval.run.settings import Settings
 from eval.tasks import TASKS
 from eval.tasks.base import Answer, Outcome, Sample, Task, Unit
 from eval.tasks.texts import Batch, _encode
@@ -31,7 +32,7 @@ Done = tuple[list[Row], list[Prediction]]
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "RESAMPLES", 30)
+    monkeypatch.setattr(statistics, "RESAMPLES", 30)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def _run(
     folder.mkdir(exist_ok=True)
     journal = Journal(folder)
     try:
-        run_task(loaded, task, units, entries, journal, Processes(), **more)
+        Runner(loaded, entries, journal, Processes(), **more).run(task, units)
     finally:
         journal.close()
     return _rows(units, folder, *entries)
@@ -397,7 +398,7 @@ def test_processes_share_units_but_for_a_timed_task(
     found = []
     for index in range(2):
         task, journal = Timed(), Journal(tmp_path, index)
-        run_task(loaded, task, units, [DYNAMIC], journal, Processes(index, 2))
+        Runner(loaded, [DYNAMIC], journal, Processes(index, 2)).run(task, units)
         journal.close()
         found.append([unit for unit, _ in task.runs])
     assert found == expected
@@ -409,7 +410,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     loaded: LoadedModel, units: list[Unit], tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path, 1)
-    run_task(loaded, TASK, units, [DYNAMIC], journal, Processes(1, 2))
+    Runner(loaded, [DYNAMIC], journal, Processes(1, 2)).run(TASK, units)
     journal.close()
     task = Watched()
     _run(loaded, units, tmp_path, DYNAMIC, task=task)

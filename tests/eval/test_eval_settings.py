@@ -7,8 +7,8 @@ import pytest
 from accelerate.utils import find_executable_batch_size
 
 from eval.caches import CACHES
-from eval.errors import UsageError
-from eval.settings import Settings, resolve
+from eval.core.errors import UsageError
+from eval.run.settings import Settings, resolve
 from eval.tasks import TASKS
 from hf_paged_cache import PagedCache
 from tests.support.chats import fill, prompt

@@ -11,12 +11,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from eval import data_source, long_text
 from eval.caches import CACHES, CacheUnavailable, Demand, restore_attention, stock, tensor_bytes
-from eval.errors import UsageError
-from eval.generate import _until_stop, generate, prefill
-from eval.models import LoadedModel
-from eval.settings import Settings
+from eval.core import results
+from eval.core.errors import UsageError
+from eval.core.models import LoadedModel
+from eval.core.statistics import kl_divergence
+from eval.data import DATA_DIR, text
+from eval.data.source import Source
+from eval.run.generate import _until_stop, generate, prefill
+from eval.run.settings import Settings
 from eval.tasks import TASKS, fidelity, latency, perplexity, retrieval, texts
 from eval.tasks.base import Answer, Outcome, Unit
 from tests.eval.conftest import HEAD_DIM, KV_HEADS, LAYERS, tiny_model, tiny_tokenizer
@@ -24,19 +27,19 @@ from tests.eval.conftest import HEAD_DIM, KV_HEADS, LAYERS, tiny_model, tiny_tok
 SETTINGS = Settings(limit=3, batch_size=2, max_new_tokens=5)
 TEXT_TASKS = [TASKS["summarization"], TASKS["translation"]]
 DYNAMIC = CACHES["dynamic"]
-LONG_TEXT = long_text.shipped()[:4000]  # a byte is a token here
+LONG_TEXT = text.shipped()[:4000]  # a byte is a token here
 
 
 @pytest.fixture(scope="module")
-def few_texts(tmp_path_factory: pytest.TempPathFactory) -> data_source.Source:
+def few_texts(tmp_path_factory: pytest.TempPathFactory) -> Source:
     path = tmp_path_factory.mktemp("data") / "few.jsonl"
-    written = (data_source.DATA_DIR / "catalogue.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    written = (DATA_DIR / "catalogue.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text("".join(written[:5]), encoding="utf-8")
-    return data_source.Source(str(path), {"input": "text"})
+    return Source(str(path), {"input": "text"})
 
 
 @pytest.fixture(autouse=True)
-def _small_tasks(monkeypatch: pytest.MonkeyPatch, few_texts: data_source.Source) -> None:
+def _small_tasks(monkeypatch: pytest.MonkeyPatch, few_texts: Source) -> None:
     monkeypatch.setattr(fidelity, "_CATALOGUE", few_texts)
     monkeypatch.setattr(fidelity, "PROMPT_TOKENS", 48)
     monkeypatch.setattr(fidelity, "STEPS", 12)
@@ -46,7 +49,7 @@ def _small_tasks(monkeypatch: pytest.MonkeyPatch, few_texts: data_source.Source)
     monkeypatch.setattr(perplexity, "CHUNK_TOKENS", 16)
     monkeypatch.setattr(perplexity, "SAMPLES_PER_WINDOW", 1)
     monkeypatch.setattr(retrieval, "ENTRY_WORDS", 5)
-    monkeypatch.setattr(long_text, "shipped", lambda: LONG_TEXT)
+    monkeypatch.setattr(text, "shipped", lambda: LONG_TEXT)
     monkeypatch.setattr(retrieval, "_QUESTION_TOKENS", 90)
 
 
@@ -112,7 +115,7 @@ def test_what_was_written_down_reads_back(task: str, loaded: LoadedModel) -> Non
     units = TASKS[task].units(loaded, _settings(task))[:1]
     for cache in ("dynamic", "paged-int8"):
         (outcome,) = _outcomes(loaded, task, cache, units)
-        assert Outcome.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome
+        assert results.build(Outcome, json.loads(json.dumps(dataclasses.asdict(outcome)))) == outcome
 
 
 # texts
@@ -280,9 +283,9 @@ def test_the_default_caches_tokens_are_those_of_generate(loaded: LoadedModel) ->
 
 
 def test_kl_is_that_of_torch() -> None:
-    one, other = torch.randn(2, 3, 11).log_softmax(-1)
+    one, other = torch.randn(2, 3, 11).double().log_softmax(-1)
     expected = torch.nn.functional.kl_div(other, one, log_target=True, reduction="none").sum(-1)
-    assert torch.allclose(fidelity._kl(one, 5.0 + other), expected, atol=1e-6)
+    assert torch.allclose(kl_divergence(5.0 + other, one), expected, atol=1e-12)
 
 
 # retrieval
@@ -302,8 +305,8 @@ def test_questions_are_spread_evenly_over_lengths_and_depths(loaded: LoadedModel
 
 def test_an_entry_lies_at_the_depth_it_is_asked_for(loaded: LoadedModel) -> None:
     for unit in _catalogues(loaded, 30, 512, 1024, 2000):
-        text = loaded.tokenizer.decode(unit.inputs.ids[0])
-        entries = text.removeprefix(retrieval.HEAD).split("\n\n")[:-1]
+        content = loaded.tokenizer.decode(unit.inputs.ids[0])
+        entries = content.removeprefix(retrieval.HEAD).split("\n\n")[:-1]
         assert len({entry.split(": ")[0] for entry in entries}) == len(entries)
         for sample in unit.samples:
             places = [i for i, entry in enumerate(entries) if entry.startswith(sample.prompt + " ")]
@@ -338,7 +341,7 @@ def test_an_entry_whose_question_is_too_long_is_not_in_the_catalogue(
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("said", "answer"),
     [
         ("tool for finding things on disks. It is fast.", "tool for finding things"),
         ("short one. And more.", "short one"),
@@ -348,8 +351,8 @@ def test_an_entry_whose_question_is_too_long_is_not_in_the_catalogue(
         (". ", None),
     ],
 )
-def test_the_answer_is_the_beginning_of_the_first_sentence(text: str, answer: str | None) -> None:
-    entry = retrieval._Entry.of("name", text)
+def test_the_answer_is_the_beginning_of_the_first_sentence(said: str, answer: str | None) -> None:
+    entry = retrieval._Entry.of("name", said)
     assert (None if entry is None else entry.answer) == answer
 
 
@@ -535,7 +538,7 @@ def test_a_storage_shared_by_two_layers_counts_once() -> None:
 
 
 def test_a_missing_data_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gone = data_source.Source(str(tmp_path / "no.jsonl"), {"input": "a", "reference": "b"})
+    gone = Source(str(tmp_path / "no.jsonl"), {"input": "a", "reference": "b"})
     monkeypatch.setattr(type(TASKS["translation"]), "source", gone)
     with pytest.raises(UsageError, match=r"the data file .*no\.jsonl is missing"):
         TASKS["translation"].samples(SETTINGS)  # type: ignore[attr-defined]

@@ -141,7 +141,7 @@ def test_a_drop_that_fails_while_tokens_are_moved_leaves_those_before(
         writes.append(dispatch.write(*args))
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_paged_cache.forward.state.dispatch", SimpleNamespace(write=write))
+        patch.setattr("hf_paged_cache.forward.contents.dispatch", SimpleNamespace(write=write))
         with pytest.raises(KeyboardInterrupt):
             cache.prune(5, 9)
     assert cache.get_seq_length() == 5

@@ -448,10 +448,18 @@ def _installed(rows: Sequence[Row], owner: type) -> list[Row]:
     return [row for row in rows if row.name in names or row.name.startswith("__")]
 
 
-def _cases(rows: Sequence[Row], owner: type) -> list[Any]:
-    return [
-        pytest.param(row, kind, id=f"{row}-{kind}") for row in _installed(rows, owner) for kind in row.kinds
-    ]
+def _cases(rows: Sequence[Row], owner: type, kinds: Sequence[Any] = ()) -> list[Any]:
+    """Row, kind and formats: first what is stored as it comes and one more, in turns; then all others."""
+    found: list[Any] = []
+    pairs = [(row, kind) for row in _installed(rows, owner) for kind in (kinds or row.kinds)]
+    for number, (row, kind) in enumerate(pairs):
+        first, *others = row.formats
+        others = others[number % len(others) :] + others[: number % len(others)]
+        name = f"{row}-{getattr(kind, 'model_type', kind)}"
+        found.append(pytest.param(row, kind, (first, others[0]), id=name))
+        if others[1:]:
+            found.append(pytest.param(row, kind, others[1:], id=f"{name}-more", marks=pytest.mark.full))
+    return found
 
 
 # --- the names ----------------------------------------------------------------------------------------------
@@ -486,17 +494,17 @@ def test_every_name_of_the_installed_transformers_has_a_row(owner: type) -> None
     assert _names(owner) - {row.name for row in tables[owner]} == set()
 
 
-@pytest.mark.parametrize(("row", "kind"), _cases(CACHE_ROWS, DynamicCache))
-def test_the_cache_answers_as_the_stock_cache_does(row: Row, kind: str) -> None:
+@pytest.mark.parametrize(("row", "kind", "forms"), _cases(CACHE_ROWS, DynamicCache))
+def test_the_cache_answers_as_the_stock_cache_does(row: Row, kind: str, forms: Sequence[str]) -> None:
     lengths = (0, *row.fill) if row.compared == "value" else row.fill
-    for form, tokens in product(row.formats, lengths):
+    for form, tokens in product(forms, lengths):
         paged, stock = _pair(kind, form, tokens, stock_records=row.stock_records)
         _run(row, paged, stock, BOUNDS[form], lambda cache: cache, _update)
 
 
-@pytest.mark.parametrize(("row", "kind"), _cases(LAYER_ROWS, DynamicSlidingWindowLayer))
-def test_a_layer_answers_as_the_stock_layer_does(row: Row, kind: str) -> None:
-    for form, tokens in product(row.formats, row.fill):
+@pytest.mark.parametrize(("row", "kind", "forms"), _cases(LAYER_ROWS, DynamicSlidingWindowLayer))
+def test_a_layer_answers_as_the_stock_layer_does(row: Row, kind: str, forms: Sequence[str]) -> None:
+    for form, tokens in product(forms, row.fill):
         paged, stock = _pair(kind, form, tokens)
         _run(row, paged, stock, BOUNDS[form], lambda cache: cache.layers[0], _update)
 
@@ -579,9 +587,12 @@ ENCODER_DECODER_ROWS = (
 )
 
 
-@pytest.mark.parametrize("config", [T5, BART], ids=["t5", "bart"])
-@pytest.mark.parametrize("row", _installed(ENCODER_DECODER_ROWS, EncoderDecoderCache), ids=str)
-def test_a_pair_of_caches_answers_as_a_pair_of_stock_caches_does(row: Row, config: PreTrainedConfig) -> None:
-    for form, tokens in product(row.formats, row.fill):
+@pytest.mark.parametrize(
+    ("row", "config", "forms"), _cases(ENCODER_DECODER_ROWS, EncoderDecoderCache, [T5, BART])
+)
+def test_a_pair_of_caches_answers_as_a_pair_of_stock_caches_does(
+    row: Row, config: PreTrainedConfig, forms: Sequence[str]
+) -> None:
+    for form, tokens in product(forms, row.fill):
         paged, stock = _encoder_decoder_pair(config, form, tokens)
         _run(row, paged, stock, BOUNDS[form], lambda cache: cache, _update_decoder)

@@ -276,6 +276,16 @@ CASES: tuple[Case, ...] = (
     Case("offsets_1300_tokens", offsets=(700, 20), kv_heads=1, group=3, end=1300),
 )
 
+QUICK = frozenset((
+    *("one_token", "65_tokens", "gqa_5", "head_dim_97", "head_dim_256", "v_larger_than_k", "block_size_16"),
+    *("q3_causal_at_block_edge", "q4_history", "start_inside_a_block", "window_q7_causal_start"),
+    *("softcap_causal_window", "sinks_q5_causal_window", "sinks_where_nothing_is_seen", "mask_bool_1d"),
+    *("mask_bool_padding_expanded", "mask_bias_per_head", "mask_bias_float64", "mask_minus_inf"),
+    *("null_several", "null_everything_but_sinks", "offsets_window_q7", "offsets_hide_all"),
+    *("offsets_history", "offsets_mask", "offsets_bias_softcap_sinks"),
+))  # fmt: skip
+"""Names of those that `make test` runs where one takes long: one for each path."""
+
 
 def build(case: Case, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Problem:
     """Blocks, question and float64 answer of a case."""

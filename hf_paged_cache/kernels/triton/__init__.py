@@ -174,7 +174,7 @@ def attend_history(
     """As `PrefillBackend.attend_history`."""
     out, lse = decode(blocks, replace(a, mask=_mask(visible, bias), sinks=None), return_lse=True)
     assert lse is not None, "it was asked for"
-    return _part(out, lse, blocks.keys.shape[1])
+    return _partial(out, lse, blocks.keys.shape[1])
 
 
 def attend_fresh(
@@ -190,7 +190,7 @@ def attend_fresh(
         a, start=0, end=keys.shape[2], mask=_mask(visible, bias), causal=is_causal, queries_are_last=True
     )
     out, lse = _launch().attend_dense(own, keys, values)
-    return _part(out, lse, keys.shape[1])
+    return _partial(out, lse, keys.shape[1])
 
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
@@ -265,7 +265,7 @@ def _mask(visible: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tens
     return visible if bias is None else additive(visible, bias, torch.float32)
 
 
-def _part(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Partial:
+def _partial(out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> Partial:
     return Partial(split_heads(out.transpose(1, 2), kv_heads), split_heads(lse, kv_heads))
 
 

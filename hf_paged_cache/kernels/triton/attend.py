@@ -1,14 +1,14 @@
 """Attention over stored blocks, plain or quantized, and over dense K and V read as blocks of one row each.
 
-Work is split over programs, each with one row, one kv head, one tile of queries and one split of the tokens:
+Work is split over programs: each has one row, one kv head, one tile of queries, one split of the tokens.
 
 ```
-row b, kv head h                tokens that are in sight, a tile of N after the other
-                                split 0        split 1        split 2
-queries of the head     M   |  program 0   |  program 1   |  program 2   |
-group, in tiles         M   |  program 3   |  program 4   |  program 5   |
-                                   |              |              |
-                                   +- sums of values, maxima and sums of weights ---> merge_kernel
+                        tokens of a row, as far as they are in sight
+                        |  N  |  N  |  N  |  N  |  N  |  N  |    a tile of tokens lies in one block
+queries of the      M   | program 0 | program 1 | program 2 |
+head's group        M   | program 3 | program 4 | program 5 |    three splits
+                              |           |           |
+                              sums of values, maxima, sums of weights -> merge_kernel, a program each query
 ```
 
 A tile holds the queries of the whole head group, so that K and V are read once for all of them (as in
@@ -17,8 +17,9 @@ Gimelshein 2018). Without splits a program has the whole answer, and nothing is 
 
 How K and V are stored is known to `SCORE` and `ADD`, functions out of `decoders`. Over records, scores and
 sums are taken of codes, with scales folded in. Where K are rotated the queries are too, once; where V are
-rotated the sum is rotated back, once, at the end, or by the merge if there is one. Blocks of a quantized
-layer that lie in the model's dtype have a launch of their own (COLUMNS), whose sums the merge adds up too.
+rotated the sum is rotated back, once, at the end, or by the merge if there is one. The residual blocks of a
+quantized layer, which lie in the model's dtype, have a launch of their own (COLUMNS), whose sums the merge
+adds up too.
 
 Letters: `b` row, `h` kv head; in a tile `m` query (`[M]`), `n` token (`[N]`), `d` dim of K (`[D]`), `e` of V
 (`[E]`).
@@ -29,8 +30,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .hadamard import rotate, unrotate
-from .online_softmax import (
+from .rotate import rotate, unrotate
+from .softmax_steps import (
     BOOL_MASK,
     LOG2E,
     NO_MASK,
@@ -102,7 +103,7 @@ def attend_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    COLUMNS: tl.constexpr,  # whether only some columns are attended: dense blocks of a quantized layer
+    COLUMNS: tl.constexpr,  # whether only some columns are attended, of residual blocks of a quantized layer
     PADDED: tl.constexpr,
     SPLIT: tl.constexpr,
     SCORE: tl.constexpr,
@@ -229,11 +230,10 @@ def attend_kernel(
         block_ptr = values_ptr + block * v_strides[0]
         codes_ptr = block_ptr + (V.codes + slot * V.row)
         params_ptr = (block_ptr + V.params).to(tl.pointer_type(tl.float16))
-        if V.has_zeros:
-            acc_zero = acc_zero * shrink[:, None]
         acc, acc_zero = ADD(
-            acc * shrink[:, None],
+            acc,
             acc_zero,
+            shrink,
             weight,
             any_visible,
             codes_ptr,
@@ -283,10 +283,10 @@ def _largest(part_ptr, splits, rows, row, largest, V_HEAD_DIM: tl.constexpr, S: 
 
 @triton.jit
 def _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM: tl.constexpr, E: tl.constexpr, S: tl.constexpr):
-    """Sums of values `[1, E]` and of weights of a row's parts."""
+    """Sums of values `[E]` and of weights of a row's parts."""
     part_max_ptr, part_sum_ptr = part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
     e = tl.arange(0, E)
-    acc = tl.zeros([1, E], tl.float32)
+    acc = tl.zeros([E], tl.float32)
     total = 0.0
     for first in range(0, splits, S):
         s = first + tl.arange(0, S)
@@ -299,7 +299,7 @@ def _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM: tl.constexpr, E: tl.c
             other=0.0,
         )  # [S, E]
         total += tl.sum(weight * part_sum, 0)
-        acc += tl.sum(weight[:, None] * part, 0, keep_dims=True)
+        acc += tl.sum(weight[:, None] * part, 0)
     return acc, total
 
 
@@ -308,14 +308,14 @@ def merge_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim]
     lse_ptr,  # float32 [batch, q_heads, q_tokens]
     part_ptr,
-    dense_part_ptr,  # of tokens of a quantized layer in the model's dtype, if QUANTIZED
+    dense_part_ptr,  # of tokens in residual blocks, if QUANTIZED
     sinks_ptr,
     q_tokens,
     splits,
     dense_splits,
     Q_HEADS: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
-    V_STEPS: tl.constexpr,  # of the rotation of what is not dense
+    V_STEPS: tl.constexpr,  # of the rotation of tokens in records
     E: tl.constexpr,
     S: tl.constexpr,
     SINKS: tl.constexpr,
@@ -342,7 +342,7 @@ def merge_kernel(
 
     acc, total = _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM, E, S)
     if V_STEPS > 0:
-        acc = unrotate(acc, V_STEPS)
+        acc = tl.reshape(unrotate(acc[None, :], V_STEPS), [E])
     if QUANTIZED:
         dense_acc, dense_total = _summed(dense_part_ptr, dense_splits, rows, row, base, V_HEAD_DIM, E, S)
         acc += dense_acc
@@ -355,9 +355,5 @@ def merge_kernel(
     lse = tl.where(nothing, -float("inf"), base + tl.log2(total) / LOG2E)
     e = tl.arange(0, E)
     out_row = (b.to(tl.int64) * q_tokens + query_index) * Q_HEADS + q_head
-    tl.store(
-        out_ptr + out_row * V_HEAD_DIM + e[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=e[None, :] < V_HEAD_DIM,
-    )
+    tl.store(out_ptr + out_row * V_HEAD_DIM + e, out.to(out_ptr.dtype.element_ty), mask=e < V_HEAD_DIM)
     tl.store(lse_ptr + row, lse)

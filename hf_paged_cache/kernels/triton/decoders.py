@@ -21,12 +21,21 @@ import triton
 import triton.language as tl
 
 
+# In which order offsets are added decides on registers: loads of values and of bytes each have their best.
 @triton.jit
-def _load(codes_ptr, n, stored, SIDE: tl.constexpr):
-    """Values of a plain pool, or codes of a byte, `[N, D]`, 0 where nothing may be read."""
+def _load_plain(codes_ptr, n, stored, SIDE: tl.constexpr):
+    """Values of a plain pool `[N, D]`, 0 where nothing may be read."""
+    d = tl.arange(0, SIDE.padded)
+    offsets = n[:, None] * SIDE.row + d[None, :]
+    return tl.load(codes_ptr + offsets, mask=stored[:, None] & (d[None, :] < SIDE.dim), other=0.0)
+
+
+@triton.jit
+def _load_bytes(codes_ptr, n, stored, SIDE: tl.constexpr):
+    """Codes of a byte, uint8 `[N, D]`, 0 where nothing may be read."""
     d = tl.arange(0, SIDE.padded)
     return tl.load(
-        codes_ptr + (n[:, None] * SIDE.row + d[None, :]),
+        codes_ptr + n[:, None] * SIDE.row + d[None, :],
         mask=stored[:, None] & (d[None, :] < SIDE.dim),
         other=0,
     )
@@ -162,27 +171,27 @@ def _product(query, keys, K: tl.constexpr):
 @triton.jit
 def score_plain(query, codes_ptr, params_ptr, slot, n, stored, K: tl.constexpr):
     """The model's dtype."""
-    return _product(query, _load(codes_ptr, n, stored, K), K)
+    return _product(query, _load_plain(codes_ptr, n, stored, K), K)
 
 
 @triton.jit
 def score_int8_token(query, codes_ptr, params_ptr, slot, n, stored, K: tl.constexpr):
     """Rotated int8, a scale a token."""
-    score = _product(query, _signed(_load(codes_ptr, n, stored, K), K.dtype), K)
+    score = _product(query, _signed(_load_bytes(codes_ptr, n, stored, K), K.dtype), K)
     return score * _param(params_ptr + slot, n, stored)[None, :]
 
 
 @triton.jit
 def score_fp8_token(query, codes_ptr, params_ptr, slot, n, stored, K: tl.constexpr):
     """e4m3, a scale a token."""
-    score = _product(query, _fp8(_load(codes_ptr, n, stored, K), K.dtype), K)
+    score = _product(query, _fp8(_load_bytes(codes_ptr, n, stored, K), K.dtype), K)
     return score * (_param(params_ptr + slot, n, stored) * FP8_UNIT)[None, :]
 
 
 @triton.jit
 def score_int8_block(query, codes_ptr, params_ptr, slot, n, stored, K: tl.constexpr):
     """Bytes, a scale and a zero a block."""
-    score = _product(query, _widened(_load(codes_ptr, n, stored, K), 0.0, K.dtype), K)
+    score = _product(query, _widened(_load_bytes(codes_ptr, n, stored, K), 0.0, K.dtype), K)
     scale, zero = tl.load(params_ptr).to(tl.float32), tl.load(params_ptr + 1).to(tl.float32)
     return score * scale + (tl.sum(query.to(tl.float32), 1) * zero)[:, None]
 
@@ -207,17 +216,19 @@ def score_int4_group(query, codes_ptr, params_ptr, slot, n, stored, K: tl.conste
 
 
 # Sums of values. Arguments of all `add_*`, besides those above:
-#   weight: `[M, N]`, what values are summed with.
-#   visible: `[N]`, whether any query of the tile sees a token; the same as `stored` if not V.has_hidden.
 #   acc: `[M, E]` float32, what was summed before.
 #   acc_zero: `[M, N]` float32, weights times zeros, to be summed over tokens when all tiles are done, and
 #   added to all channels.
+#   shrink: `[M]`, what both have to be multiplied with.
+#   weight: `[M, N]`, what values are summed with.
+#   visible: `[N]`, whether any query of the tile sees a token; the same as `stored` if not V.has_hidden.
 # They return both.
 
 
 @triton.jit
-def _add(acc, weight, values, V: tl.constexpr):
-    """`acc + weight @ values`, weights as a sum of so many terms of the values' dtype."""
+def _add(acc, shrink, weight, values, V: tl.constexpr):
+    """`acc * shrink + weight @ values`, weights as a sum of so many terms of the values' dtype."""
+    acc = acc * shrink[:, None]
     if V.widen:
         acc = tl.dot(weight, values.to(tl.float32), acc, input_precision=V.precision)
     else:
@@ -230,54 +241,66 @@ def _add(acc, weight, values, V: tl.constexpr):
 
 
 @triton.jit
-def add_plain(acc, acc_zero, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
+def add_plain(
+    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
+):
     """The model's dtype."""
-    values = _load(codes_ptr, n, stored, V)
+    values = _load_plain(codes_ptr, n, stored, V)
     if V.has_hidden:
         # A weight of 0 does not silence a NaN.
         values = tl.where(visible[:, None], values, 0.0)
-    return _add(acc, weight, values, V), acc_zero
+    return _add(acc, shrink, weight, values, V), acc_zero
 
 
 @triton.jit
-def add_int8_token(acc, acc_zero, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
+def add_int8_token(
+    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
+):
     """Rotated int8, a scale a token."""
     values = _signed(_load_words(codes_ptr, n, stored, V.row, acc.shape[1]), V.dtype)
     scale = tl.where(visible, _param(params_ptr + slot, n, stored), 0.0)
-    return _add(acc, weight * scale[None, :], values, V), acc_zero
+    return _add(acc, shrink, weight * scale[None, :], values, V), acc_zero
 
 
 @triton.jit
-def add_fp8_token(acc, acc_zero, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
+def add_fp8_token(
+    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
+):
     """e4m3, a scale a token."""
     values = _fp8(_load_words(codes_ptr, n, stored, V.row, acc.shape[1]), V.dtype)
     scale = tl.where(visible, _param(params_ptr + slot, n, stored) * FP8_UNIT, 0.0)
-    return _add(acc, weight * scale[None, :], values, V), acc_zero
+    return _add(acc, shrink, weight * scale[None, :], values, V), acc_zero
 
 
 @triton.jit
-def add_int4_token(acc, acc_zero, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
+def add_int4_token(
+    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
+):
     """Rotated nibbles, a scale and a zero a token."""
     values = _widened(_load_nibbles(codes_ptr, n, stored, V), 0.0, V.dtype)
     scale = tl.where(visible, _param(params_ptr + slot, n, stored), 0.0)
     zero = tl.where(visible, _param(params_ptr + V.block_size + slot, n, stored), 0.0)
-    acc_zero += weight * zero[None, :]
-    return _add(acc, weight * scale[None, :], values, V), acc_zero
+    acc_zero = acc_zero * shrink[:, None] + weight * zero[None, :]
+    return _add(acc, shrink, weight * scale[None, :], values, V), acc_zero
 
 
 @triton.jit
-def add_int8_block(acc, acc_zero, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
+def add_int8_block(
+    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
+):
     """Bytes, a scale and a zero a block."""
     values = _widened(_load_words(codes_ptr, n, stored, V.row, acc.shape[1]), 0.0, V.dtype)
     scale = tl.where(visible, tl.load(params_ptr).to(tl.float32), 0.0)
     zero = tl.where(visible, tl.load(params_ptr + 1).to(tl.float32), 0.0)
-    acc_zero += weight * zero[None, :]
-    return _add(acc, weight * scale[None, :], values, V), acc_zero
+    acc_zero = acc_zero * shrink[:, None] + weight * zero[None, :]
+    return _add(acc, shrink, weight * scale[None, :], values, V), acc_zero
 
 
 @triton.jit
-def add_int4_group(acc, acc_zero, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
+def add_int4_group(
+    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
+):
     """Nibbles, a scale and a zero a group of a token."""
     values = _load_groups(codes_ptr, params_ptr, slot, n, stored, V)
     values = tl.where(visible[:, None], values * 0.5, 0.0).to(V.dtype)
-    return _add(acc, weight * 2.0, values, V), acc_zero
+    return _add(acc, shrink, weight * 2.0, values, V), acc_zero

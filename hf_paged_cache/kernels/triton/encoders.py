@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .hadamard import rotate
+from .rotate import rotate
 
 LARGEST_VALUE: tl.constexpr = tl.constexpr(65504.0)
 """As in `formats`."""

@@ -5,7 +5,7 @@ Launches per layer and decode step:
 ```
                plain pool                   quantized
 write          write_kernel                 write_kernel; encode_kernel where tokens fill whole blocks
-attend         attend_kernel                attend_kernel, and once more for blocks in the model's dtype
+attend         attend_kernel                attend_kernel, and once more for residual blocks
                merge_kernel where rows are split, or where there were both
 seal                                        encode_kernel, all layers at once
 ```
@@ -58,7 +58,7 @@ def write(
         lengths: int32 `[batch]`: tokens of each row, the new ones included.
         new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
-        dense: Whether some of the tokens may belong to blocks in the model's dtype.
+        dense: Whether some of the tokens may belong to residual blocks, where the layer is quantized.
     """
     batch, kv_heads, new_tokens, _ = new_keys.shape
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
@@ -101,7 +101,7 @@ def write(
 def encode(
     blocks: LayerBlocks, form: RecordFormat, new_keys: torch.Tensor, new_values: torch.Tensor, start: int
 ) -> None:
-    """Encode the new tokens that fill whole blocks; blocks in the model's dtype are passed over.
+    """Encode the new tokens that fill whole blocks; residual blocks are passed over.
 
     Args:
         blocks: Changed in place.
@@ -183,7 +183,7 @@ def _seal(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pass:
-    """One launch of `attend_kernel`: over records or a plain pool, or over a quantized layer's dense blocks.
+    """A launch of `attend_kernel`: over records or a plain pool, or over residual blocks.
 
     Attributes:
         keys: What holds K.
@@ -193,7 +193,7 @@ class _Pass:
         programs: Programs without splits.
         splits: Programs that share a row's tokens; 0 where the pass has nothing to attend.
         columns: int32 `[batch or 1, columns]`, of each row the only columns of the table to attend, -1 past
-            the last: entries of dense blocks, see `dense_entry`; others are passed over.
+            the last: entries of residual blocks, see `dense_entry`; others are passed over.
     """
 
     keys: torch.Tensor
@@ -223,8 +223,8 @@ def attend(
             may have more columns than there are tokens.
         lengths: int32 `[batch]`: columns of each row, those before it begins included.
         back: Columns at the end of each row that are left out.
-        dense_columns: Of every row, or once for all, the columns of the table whose entries are of blocks in
-            the model's dtype; others among them do no harm.
+        dense_columns: Of every row, or once for all, the columns of residual blocks in the table; others
+            among them do no harm.
         block_size: Tokens per block where that is not what the keys' shape says.
         splits: Programs that share a row's tokens, where another number than the best is wanted.
 
@@ -278,7 +278,7 @@ def _main_pass(
 
 
 def _dense_pass(q: Question, dense_columns: tuple[tuple[int, ...], ...]) -> _Pass:
-    """Over blocks of a quantized layer that are in the model's dtype."""
+    """Over the residual blocks of a quantized layer."""
     blocks = q.blocks
     constants, tile = q.constants(_plain(blocks))
     splits = splits_of(max(map(len, dense_columns)) * blocks.block_size)

@@ -39,7 +39,7 @@ def _write_plain(x, pool_ptr, strides, block, head, slot, kept, STRIDE_T: tl.con
     do_not_specialize_on_alignment=("fault_ptr",),  # 8 bytes of each layer
 )
 def write_kernel(
-    keys_ptr,  # blocks in the model's dtype: a plain pool, or the few such blocks of a quantized layer
+    keys_ptr,  # in the model's dtype: a plain pool, or the residual blocks of a quantized layer
     values_ptr,
     records_ptr,  # uint8 [num_blocks, kv_heads, nbytes], if QUANTIZED
     new_keys_ptr,
@@ -60,12 +60,12 @@ def write_kernel(
     H: tl.constexpr,
     K: tl.constexpr,  # a `variants.Side`
     V: tl.constexpr,
-    K_STRIDE_T: tl.constexpr,  # in blocks in the model's dtype
+    K_STRIDE_T: tl.constexpr,  # in keys and values, where K.row is that of codes if QUANTIZED
     V_STRIDE_T: tl.constexpr,
     PADDED: tl.constexpr,
     QUANTIZED: tl.constexpr,
     RECORDS: tl.constexpr,  # whether tokens are encoded, which a format per token allows
-    DENSE: tl.constexpr,  # whether some blocks of a quantized layer are in the model's dtype
+    DENSE: tl.constexpr,  # whether a quantized layer has residual blocks
     CHECK: tl.constexpr,
     STORE_KEYS: tl.constexpr,
     STORE_VALUES: tl.constexpr,

@@ -106,7 +106,7 @@ class Question:
         )
 
     def scratch(self, splits: int, v_head_dim: int) -> torch.Tensor:
-        """Memory for what splits leave: see `online_softmax.part_pointers`."""
+        """Memory for what splits leave: see `softmax_steps.part_pointers`."""
         batch, q_heads, q_tokens, _ = self.query.shape
         rows = splits * batch * q_heads * q_tokens
         return self.query.new_empty(rows * (v_head_dim + 2), dtype=torch.float32)

@@ -19,7 +19,7 @@ from hf_paged_cache.formats import Codec, RecordFormat
 from hf_paged_cache.formats.rotation import part_size
 
 from . import decoders, encoders
-from .online_softmax import ADDITIVE_MASK, BOOL_MASK, NO_MASK
+from .softmax_steps import ADDITIVE_MASK, BOOL_MASK, NO_MASK
 from .tiles import HOPPER_SHARED_BYTES, Generation, Tile, choose_tile, padded, power_of_two
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"

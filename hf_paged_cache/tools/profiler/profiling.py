@@ -113,8 +113,8 @@ def _profile(
                     f"the logits of decode step {step} hold NaN or infinity, so nothing can be compared; "
                     "look for what makes the model overflow"
                 )
-            kls.append(kl_divergence(logits, full_logits))
-            agreements.append(top1_agreement(logits, full_logits))
+            kls.append(float(kl_divergence(logits, full_logits).mean()))
+            agreements.append(float(top1_agreement(logits, full_logits).double().mean()))
             if with_layers and step in steps:
                 found.append(StepErrors(step, kls[-1], agreements[-1], pair.layer_errors()))
         stats = pair.cache.stats()

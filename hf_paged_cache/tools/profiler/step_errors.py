@@ -131,17 +131,17 @@ def errors_of(got: torch.Tensor, want: torch.Tensor) -> Errors:
     return sums.errors()
 
 
-def kl_divergence(logits: torch.Tensor, full_logits: torch.Tensor) -> float:
-    """KL(full precision || format) of the next token in nats, mean over logits `[batch, vocabulary]`."""
+def kl_divergence(logits: torch.Tensor, full_logits: torch.Tensor) -> torch.Tensor:
+    """KL(full precision || format) of each next token in nats, from logits `[..., vocabulary]`."""
     got, want = (x.to("cpu", torch.float64).log_softmax(-1) for x in (logits, full_logits))
     # A token that full precision rules out entirely adds nothing.
     terms = torch.where(want.isneginf(), 0.0, want.exp() * (want - got))
-    return max(0.0, float(terms.sum(-1).mean()))
+    return terms.sum(-1).clamp(min=0.0)
 
 
-def top1_agreement(logits: torch.Tensor, full_logits: torch.Tensor) -> float:
-    """Share of rows whose likeliest next token is the same."""
-    return float((logits.argmax(-1) == full_logits.argmax(-1)).double().mean())
+def top1_agreement(logits: torch.Tensor, full_logits: torch.Tensor) -> torch.Tensor:
+    """Whether the likeliest next token is the same, `[...]`."""
+    return logits.argmax(-1) == full_logits.argmax(-1)
 
 
 def _ratio(error: torch.Tensor, norm: torch.Tensor) -> float:

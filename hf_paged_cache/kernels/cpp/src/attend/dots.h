@@ -23,7 +23,7 @@ constexpr float kSmallestTop = 1e-30f;   // below it the inverse of a unit would
 // What is kept of a query beside its bytes.
 struct IntegerQuery {
   float unit;
-  int32_t sum;  // of the integers
+  int32_t sum;  // of the integers, where they are multiplied with bytes
 };
 
 inline __mmask64 first_bytes(int64_t count) {
@@ -90,25 +90,16 @@ constexpr int64_t kUpperBytes = kTermBytes / 2;
 constexpr int64_t kQueryBytes = 2 * kTermBytes + kVecBytes;
 
 // `x` is padded with zeros up to whole vectors.
-inline void prepare_byte_query(const float* x, int64_t dim, char* prepared) {
-  const int64_t count = round_up(dim, kLanes);
-  float inverse_unit;
-  IntegerQuery query;
-  query.unit = unit_of(x, count, kQuerySteps, inverse_unit);
-  int8_t* bytes = reinterpret_cast<int8_t*>(prepared);
-  query.sum = split_bytes(x, count, inverse_unit, bytes, bytes + kTermBytes);
-  std::memcpy(prepared + 2 * kTermBytes, &query, sizeof query);
-}
-
-inline void prepare_nibble_query(const float* x, int64_t dim, char* prepared) {
+template <bool kNibbles>
+void prepare_integer_query(const float* x, int64_t dim, char* prepared) {
   const int64_t half = (dim + 1) / 2, count = round_up(dim, kLanes);
   float inverse_unit;
-  IntegerQuery query;
-  query.unit = unit_of(x, count, kQuerySteps, inverse_unit);
-  query.sum = 0;
+  IntegerQuery query = {unit_of(x, count, kQuerySteps, inverse_unit), 0};
   int8_t* high = reinterpret_cast<int8_t*>(prepared);
   int8_t* low = high + kTermBytes;
-  if (half % kLanes == 0) {
+  if constexpr (!kNibbles) {
+    query.sum = split_bytes(x, count, inverse_unit, high, low);
+  } else if (half % kLanes == 0) {
     split_bytes(x, half, inverse_unit, high, low);
     split_bytes(x + half, half, inverse_unit, high + kUpperBytes, low + kUpperBytes);
   } else {
@@ -141,19 +132,19 @@ inline T* opaque(T* p) {
   return p;
 }
 
-// Four rows of 16 bytes, one a quarter of the vector.
-inline __m512i four_rows(const uint8_t* p, int64_t stride) {
-  const auto row = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride)); };
-  __m512i v = _mm512_castsi128_si512(row(0));
-  v = _mm512_inserti32x4(v, row(1), 1);
-  v = _mm512_inserti32x4(v, row(2), 2);
-  return _mm512_inserti32x4(v, row(3), 3);
+// 16 bytes of four tokens, each a quarter of the vector.
+inline __m512i four_tokens(const uint8_t* p, int64_t stride) {
+  const auto bytes = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride)); };
+  __m512i v = _mm512_castsi128_si512(bytes(0));
+  v = _mm512_inserti32x4(v, bytes(1), 1);
+  v = _mm512_inserti32x4(v, bytes(2), 2);
+  return _mm512_inserti32x4(v, bytes(3), 3);
 }
 
-// Integer dot products of R queries with `tokens` rows of bytes, or of nibbles, to `scores`.
+// Integer dot products of R queries with the bytes, or nibbles, of `tokens` tokens, to `scores`.
 //
 // 16 tokens at once, one a lane: 4 channels of each are brought into one vector, so that nothing has to be
-// summed over lanes. Up to 15 bytes past the last row are read: they are the record's own, and the queries
+// summed over lanes. Up to 15 bytes past the last token are read: they are the record's own, and the queries
 // are 0 there.
 template <int R, bool kNibbles>
 void score_codes(const char* queries, const uint8_t* codes, int64_t code_bytes, int tokens, int32_t* scores,
@@ -172,11 +163,11 @@ void score_codes(const char* queries, const uint8_t* codes, int64_t code_bytes, 
     PAGED_UNROLLED(i, R * kChains) high[i] = low[i] = _mm512_setzero_si512();
     for (int64_t c = 0; c < code_bytes; c += kColumn) {
       __m512i v[4];
-      const uint8_t* row = group + c;
+      const uint8_t* token = group + c;
       PAGED_UNROLLED(i, 4) {
-        row = opaque(row);
-        v[i] = four_rows(row, 4 * code_bytes);
-        row += code_bytes;
+        token = opaque(token);
+        v[i] = four_tokens(token, 4 * code_bytes);
+        token += code_bytes;
       }
       const __m512i v01 = _mm512_unpacklo_epi32(v[0], v[1]), w01 = _mm512_unpackhi_epi32(v[0], v[1]);
       const __m512i v23 = _mm512_unpacklo_epi32(v[2], v[3]), w23 = _mm512_unpackhi_epi32(v[2], v[3]);

@@ -64,7 +64,7 @@ class RecordTiles {
   // Floats of a query; past the head dim they are 0.
   int64_t query_stride() const { return query_stride_; }
 
-  // Sets `room` to the parts of a thread's memory; returns their size.
+  // Sets `room` to the pieces of a thread's memory; returns their size.
   int64_t layout(char* memory, TileRoom& room) const {
     int64_t at = 0;
     const auto take = [&](int64_t bytes) {
@@ -87,7 +87,7 @@ class RecordTiles {
     if (is_rotated(blocks_.keys.codec)) rotate(query, blocks_.keys.dim);
 #if defined(PAGED_HAS_DOTS)
     if (key_reading_ == Reading::kBytes) {
-      prepare_byte_query(query, blocks_.keys.dim, room.integer_queries + index * kQueryBytes);
+      prepare_integer_query<false>(query, blocks_.keys.dim, room.integer_queries + index * kQueryBytes);
     }
 #endif
   }
@@ -248,16 +248,16 @@ class RecordTiles {
         offset = offset + (Vec)_mm512_mul_ps(q, _mm512_maskz_loadu_ps(mask, zeros + i));
       }
       offsets[r] = sum_of(offset);
-      prepare_nibble_query(scaled, dim, integers);
+      prepare_integer_query<true>(scaled, dim, integers);
       units[r] = integer_query(integers).unit;
     }
     int32_t* sums = reinterpret_cast<int32_t*>(scores);
     score_codes<R, true>(room.integer_queries, keys.codes_of(tile.slot), keys.code_bytes(), tile.tokens, sums,
                          tile.prefetch_bytes);
     for (int r = 0; r < R; ++r) {
-      float* row = scores + r * kScoreStride;
+      float* own = scores + r * kScoreStride;
       for (int t = 0; t < tile.tokens; t += kLanes) {
-        paged::store(row + t, (Vec)_mm512_cvtepi32_ps(_mm512_loadu_si512(row + t)) * units[r] + offsets[r]);
+        paged::store(own + t, (Vec)_mm512_cvtepi32_ps(_mm512_loadu_si512(own + t)) * units[r] + offsets[r]);
       }
     }
   }

@@ -163,9 +163,9 @@ class Attention {
       const int64_t start = j * blocks_.block_size + offset;
       const int64_t first = std::max(first_token_, start);
       const int tokens = static_cast<int>(std::min(call_.end, start + blocks_.block_size) - first);
-      const Visible seen = visible_to_row(call_, b, first - call_.start, tokens);
-      if (seen == Visible::kNone) continue;
-      visible[count++] = {entry, seen == Visible::kSome, first, first - start, tokens};
+      const Visible visibility = visible_to_row(call_, b, first - call_.start, tokens);
+      if (visibility == Visible::kNone) continue;
+      visible[count++] = {entry, visibility == Visible::kSome, first, first - start, tokens};
     }
     return count;
   }

@@ -34,51 +34,51 @@ inline void spread_quad(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* out
   _mm512_store_si512(out + 3 * kVecBytes, _mm512_unpackhi_epi16(ab_high, cd_high));
 }
 
-// Rows of four tokens; past the last token, the last one again (its weight is 0).
-inline void codes_of_quad(const uint8_t* codes, int64_t code_bytes, int t, int tokens, const uint8_t** rows) {
-  for (int i = 0; i < kQuad; ++i) rows[i] = codes + code_bytes * (t + i < tokens ? t + i : tokens - 1);
+// Codes of four tokens; past the last token, the last one again (its weight is 0).
+inline void codes_of_quad(const uint8_t* codes, int64_t code_bytes, int t, int tokens, const uint8_t** four) {
+  for (int i = 0; i < kQuad; ++i) four[i] = codes + code_bytes * (t + i < tokens ? t + i : tokens - 1);
 }
 
 // Layout of `out`: chunks of 64 channels; in a chunk the quads, each four vectors.
 inline void spread_int8(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out, int64_t prefetch_bytes) {
   const int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
   for (int t = 0; t < tokens; t += kQuad) {
-    const uint8_t* row[kQuad];
-    codes_of_quad(codes, dim, t, tokens, row);
-    prefetch_lines(moved(row[0], prefetch_bytes), kQuad * dim);
+    const uint8_t* four[kQuad];
+    codes_of_quad(codes, dim, t, tokens, four);
+    prefetch_lines(moved(four[0], prefetch_bytes), kQuad * dim);
     uint8_t* to = out + t * kVecBytes;
     for (int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
       const __mmask64 mask = first_bytes(dim - c);
       __m512i v[kQuad];
-      PAGED_UNROLLED(i, kQuad) v[i] = _mm512_maskz_loadu_epi8(mask, row[i] + c);
+      PAGED_UNROLLED(i, kQuad) v[i] = _mm512_maskz_loadu_epi8(mask, four[i] + c);
       spread_quad(v[0], v[1], v[2], v[3], to);
     }
   }
 }
 
-// Nibbles become bytes 0…15. When half a row is not whole vectors, rows are put together before they are
+// Nibbles become bytes 0…15. When half a token is not whole vectors, tokens are put together before they are
 // spread.
 inline void spread_nibbles(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out,
                            int64_t prefetch_bytes) {
   const int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
   const int64_t code_bytes = (dim + 1) / 2;
   for (int t = 0; t < tokens; t += kQuad) {
-    const uint8_t* row[kQuad];
-    codes_of_quad(codes, code_bytes, t, tokens, row);
-    prefetch_lines(moved(row[0], prefetch_bytes), kQuad * code_bytes);
+    const uint8_t* four[kQuad];
+    codes_of_quad(codes, code_bytes, t, tokens, four);
+    prefetch_lines(moved(four[0], prefetch_bytes), kQuad * code_bytes);
     uint8_t* to = out + t * kVecBytes;
     __m512i v[kQuad];
     if (code_bytes == kVecBytes / 2) {
       // The same 32 bytes twice, those in the upper half moved by four bits.
       const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
       PAGED_UNROLLED(i, kQuad) {
-        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row[i]));
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(four[i]));
         v[i] = low_nibbles(_mm512_srlv_epi16(_mm512_broadcast_i64x4(bytes), shifts));
       }
       spread_quad(v[0], v[1], v[2], v[3], to);
     } else if (code_bytes % kVecBytes == 0) {
       for (int64_t c = 0; c < code_bytes; c += kVecBytes, to += chunk_bytes) {
-        PAGED_UNROLLED(i, kQuad) v[i] = _mm512_loadu_si512(row[i] + c);
+        PAGED_UNROLLED(i, kQuad) v[i] = _mm512_loadu_si512(four[i] + c);
         spread_quad(low_nibbles(v[0]), low_nibbles(v[1]), low_nibbles(v[2]), low_nibbles(v[3]), to);
         spread_quad(high_nibbles(v[0]), high_nibbles(v[1]), high_nibbles(v[2]), high_nibbles(v[3]),
                     to + code_bytes / kVecBytes * chunk_bytes);
@@ -86,8 +86,8 @@ inline void spread_nibbles(const uint8_t* codes, int64_t dim, int tokens, uint8_
     } else {
       uint8_t whole[kQuad][2 * kMaxIntegerDim];
       for (int i = 0; i < kQuad; ++i) {
-        for (int64_t c = 0; c < code_bytes; ++c) whole[i][c] = row[i][c] & 15;
-        for (int64_t c = 0; c < dim - code_bytes; ++c) whole[i][code_bytes + c] = row[i][c] >> 4;
+        for (int64_t c = 0; c < code_bytes; ++c) whole[i][c] = four[i][c] & 15;
+        for (int64_t c = 0; c < dim - code_bytes; ++c) whole[i][code_bytes + c] = four[i][c] >> 4;
       }
       for (int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
         const __mmask64 mask = first_bytes(dim - c);
@@ -119,11 +119,11 @@ struct ByteWeights {
       const __m512 shift = zeros == nullptr ? _mm512_setzero_ps() : halves(zeros + t, there);
       PAGED_UNROLLED(r, R) {
         const __m512 weight = (__m512)load(weights + r * kScoreStride + t);
-        const __mmask16 seen = _mm512_mask_cmp_ps_mask(there, weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        const Vec product = (Vec)_mm512_maskz_mul_ps(seen, weight, scale);
+        const __mmask16 visible = _mm512_mask_cmp_ps_mask(there, weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+        const Vec product = (Vec)_mm512_maskz_mul_ps(visible, weight, scale);
         store(scaled[r] + t, product);
         tops[r] = larger_size(tops[r], product);
-        sums[r] = sums[r] + (Vec)_mm512_maskz_mul_ps(seen, weight, shift);
+        sums[r] = sums[r] + (Vec)_mm512_maskz_mul_ps(visible, weight, shift);
       }
     }
     PAGED_UNROLLED(r, R) {
@@ -145,7 +145,7 @@ struct ByteWeights {
   }
 };
 
-// Adds the weighted values, spread before, to R rows of sums in memory order.
+// Adds the weighted values, spread before, to the sums of R queries, in memory order.
 template <int R>
 void add_spread(const ByteWeights<R>& weights, const uint8_t* spread, int64_t dim, int tokens,
                 Vectors<float> sums) {

@@ -126,7 +126,7 @@ class TileAttention {
   // garbage into the sum. Goes by runs of tokens that the same queries see.
   template <class Element, int R>
   void add_visible(const float* weights, const Tile<Element>& tile, Vectors<float> sums) const {
-    const auto seen_by = [&](int t) {
+    const auto visible_to = [&](int t) {
       unsigned queries = 0;
       for (int r = 0; r < R; ++r) {
         queries |= static_cast<unsigned>(weights[r * kScoreStride + t] != 0.0f) << r;
@@ -134,8 +134,8 @@ class TileAttention {
       return queries;
     };
     for (int t = 0, stop; t < tile.tokens; t = stop) {
-      const unsigned queries = seen_by(t);
-      for (stop = t + 1; stop < tile.tokens && seen_by(stop) == queries; ++stop) {
+      const unsigned queries = visible_to(t);
+      for (stop = t + 1; stop < tile.tokens && visible_to(stop) == queries; ++stop) {
       }
       const Vectors<const typename Element::Type> values = {tile.values[t], tile.values.stride};
       if (queries == (1u << R) - 1u) {

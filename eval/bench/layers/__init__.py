@@ -1,0 +1,1 @@
+"""Benches of attention layers without a model."""

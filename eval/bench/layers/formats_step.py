@@ -1,0 +1,130 @@
+"""One decode step of one attention layer for each way to keep K and V in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from eval.bench import readers
+from eval.bench.context import Bench, Context
+from eval.bench.layers import layer_stacks
+from eval.bench.layers.layer_stacks import LLAMA_3_8B, SMOLLM2, Case, LayerStack, Shape
+from eval.bench.readers import Reader
+from eval.caches import CacheUnavailable
+from eval.caches.stock import quantized_cache
+from eval.core.hardware import CPU
+from eval.core.table import Bound, Cell, Column, Row, fixed, scientific
+from eval.core.timing import STEPS, Timings, interleave
+from hf_paged_cache.config import LayerDtype
+
+TOKENS = (2048, 8192, 32768)
+FORMATS: tuple[LayerDtype, ...] = ("auto", "int8", "fp8", "k8v4", "int4")
+STOCK = "quanto"
+STOCK_LAYERS = 2
+"""It computes for so long that nothing is gained by memory that is near."""
+LEAST_BITS = 4.5
+TOLERANCE = 1e-3
+"""RMS error ratio against attention in float64 over the K and V that the cache gives back."""
+MIN_SPEEDUP = {
+    ("Llama-3-8B", "int8"): 9.0,
+    ("Llama-3-8B", "int4"): 10.0,
+    ("SmolLM2-135M", "int8"): 6.0,
+    ("SmolLM2-135M", "int4"): 6.0,
+}
+"""Over DynamicCache in float32 at `JUDGED_TOKENS` tokens, on a processor with AVX-512."""
+JUDGED_TOKENS = 8192
+
+COLUMNS = (
+    Column("shape", "shape"),
+    Column("tokens", "tokens"),
+    Column("format", "format"),
+    Column("us", "µs", fixed(0)),
+    Column("dynamic_us", "Dynamic µs", fixed(0)),
+    Column("over_dynamic", "x Dynamic", fixed(2)),
+    Column("over_stock", "x stock", fixed(1)),
+    *readers.COLUMNS,
+    Column("error", "error", scientific),
+)
+
+
+def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
+    reader, _ = context.bandwidth
+    rows: list[Row] = []
+    missing: set[str] = set()
+    for shape in (SMOLLM2, LLAMA_3_8B):
+        for tokens in (JUDGED_TOKENS,) if context.quick else TOKENS:
+            context.progress(f"formats: {shape.name}, {tokens} tokens")
+            rows += measure(context, shape, tokens, reader, missing)
+    return rows, (
+        "Dynamic: DynamicCache in float32 (torch.cat and SDPA). Calls go round so many layers that the "
+        f"smallest format's K and V are {4 * CPU.cache_bytes() >> 20} MiB. The last step of a turn attends "
+        "so many tokens.",
+        f"stock: QuantizedCache in 4 bits with {STOCK}, {STOCK_LAYERS} layers; it quantizes everything "
+        "anew once in 128 tokens, which is not counted.",
+        "x: median over rounds of the quotient within a round. GB/s: bytes of records and of blocks in "
+        f"the model's dtype over the whole call; {reader.note}",
+        "error: RMS ratio against attention in float64 over the K and V that the cache gives back.",
+        *(f"x stock is left out: {reason}" for reason in sorted(missing)),
+    )
+
+
+BENCH = Bench(
+    "formats", "write of a new token and attention, per layer call, batch 1, float32 model", COLUMNS, _measure
+)
+
+
+def measure(context: Context, shape: Shape, tokens: int, reader: Reader, missing: set[str]) -> list[Row]:
+    """Fill the caches, check their answers, time them side by side.
+
+    The last step of a turn attends `tokens` tokens, whole blocks, so that no step opens a block. `missing` is
+    told why the stock cache does not take part.
+
+    Raises:
+        WrongAnswer: a cache's attention is not what it should be.
+    """
+    case = Case(shape, 1, torch.float32, tokens - STEPS + 1, LEAST_BITS)
+    with torch.no_grad():
+        ours = [layer_stacks.paged(case, name) for name in FORMATS]
+        others = [layer_stacks.dynamic(case)]
+        try:
+            config = layer_stacks.config_of(case, STOCK_LAYERS)
+            others.append(LayerStack("stock", case, quantized_cache(config, STOCK)))
+        except CacheUnavailable as reason:
+            missing.add(str(reason))
+        stacks = layer_stacks.fill([others[0], *ours, *others[1:]])
+        errors = {stack.name: layer_stacks.errors_of([stack], TOLERANCE)[stack.name] for stack in stacks}
+        contenders = [*(stack.contender() for stack in stacks), reader.contender()]
+        timings = interleave(contenders, budget_s=context.budget_s(8.0), min_rounds=context.rounds(5))
+    return [_row(tokens, stack, others, timings, reader, errors[stack.name]) for stack in ours]
+
+
+def _row(
+    tokens: int, stack: LayerStack, others: list[LayerStack], timings: Timings, reader: Reader, error: float
+) -> Row:
+    kv_bytes = stack.cache.memory_footprint().used_bytes
+    speedups = {
+        other.name: timings.speedup(stack.name, other.name) * stack.layers / other.layers for other in others
+    }
+    kv_format = "auto" if stack.name == "paged" else stack.name
+    cells: dict[str, Cell] = {
+        "shape": stack.case.shape.name,
+        "tokens": tokens,
+        "format": kv_format,
+        "us": 1e6 * timings.median_s(stack.name) / stack.layers,
+        "dynamic_us": 1e6 * timings.median_s("dynamic") / others[0].layers,
+        "over_dynamic": speedups["dynamic"],
+        "over_stock": speedups.get("stock"),
+        **reader.cells(timings, stack.name, kv_bytes),
+        "error": error,
+        "kv_bytes": kv_bytes / stack.layers,
+        "backend": stack.cache.stats().backend,
+        "layers": stack.layers,
+        "rounds": len(timings.seconds[stack.name]),
+    }
+    return Row(cells, tuple(_bounds(stack.case.shape.name, kv_format, tokens, speedups["dynamic"])))
+
+
+def _bounds(shape: str, kv_format: str, tokens: int, speedup: float) -> Iterator[Bound]:
+    if tokens == JUDGED_TOKENS and (shape, kv_format) in MIN_SPEEDUP:
+        yield Bound("Dynamic", speedup, MIN_SPEEDUP[shape, kv_format])

@@ -1,0 +1,1 @@
+"""Benches of whole models, and what they are measured on."""

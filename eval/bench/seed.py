@@ -1,5 +1,0 @@
-"""What random numbers of all benches start from."""
-
-from __future__ import annotations
-
-SEED = 0

@@ -1,0 +1,1 @@
+"""Parts that every command uses: errors, the machine, models, gauges, statistics, files of results."""

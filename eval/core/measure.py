@@ -1,0 +1,222 @@
+"""Time of prefill and decode steps, and peak memory, of one `generate` call."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATM = Path("/proc/self/statm")
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class KvBytes:
+    """What a cache holds after a batch, in bytes."""
+
+    used_bytes: int  # keys and values kept, as they are kept, with padding and part-filled blocks
+    allocated_bytes: int  # what was set aside for them; memory no one has touched costs nothing on a CPU
+    details: dict[str, Any]  # what the cache itself reports
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Time and memory of one unit with one cache."""
+
+    rows: int  # sequences that ran together
+    prefill_ms: tuple[float, ...]  # first forwards
+    step_ms: tuple[float, ...]  # decode steps; one step gives one token to every row
+    kv: KvBytes  # what the cache held at the end
+    peak_bytes: int  # peak memory, all included
+    rise_bytes: int  # peak memory above what was held before
+
+
+class StepTimer:
+    """Times the forward passes of a model by hooks on it, while used as a context manager.
+
+    The first forward is the prefill, from its start to its end. A decode step is the time from the end of one
+    forward to the end of the next, so it holds all that a user waits for: picking the token, preparing
+    inputs, the forward, the cache. On CUDA the device is synchronised at every stamp.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._start_s: float | None = None
+        self._ends_s: list[float] = []
+        self._hooks: list[Any] = []
+
+    @property
+    def prefill_ms(self) -> float:
+        """Milliseconds of the first forward."""
+        if self._start_s is None or not self._ends_s:
+            raise AssertionError("StepTimer saw no finished forward pass of the model")
+        return 1e3 * (self._ends_s[0] - self._start_s)
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Milliseconds of each decode step, in order; empty when one token was generated."""
+        return [1e3 * (after - before) for before, after in zip(self._ends_s, self._ends_s[1:], strict=False)]
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._before),
+            self._model.register_forward_hook(self._after),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, module: Any, args: Any) -> None:
+        if self._start_s is None:
+            self._start_s = self._now_s()
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        self._ends_s.append(self._now_s())
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class PeakMemory:
+    """The peak of memory while used as a context manager; its classes say how."""
+
+    method: ClassVar[str]  # one line for the report: what these numbers are
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0  # the highest total, weights and everything else included
+        self.rise_bytes = 0  # `peak_bytes` less what was held at the start
+        self._start_bytes = 0
+
+    def __enter__(self) -> Self:
+        raise NotImplementedError
+
+    def __exit__(self, *error: object) -> None:
+        raise NotImplementedError
+
+    def _end(self, peak_bytes: int) -> None:
+        self.peak_bytes, self.rise_bytes = peak_bytes, max(0, peak_bytes - self._start_bytes)
+
+
+def peak_memory(device: torch.device) -> PeakMemory:
+    """Return the best gauge there is for `device` on this machine."""
+    if device.type == "cuda":
+        return CudaPeak(device)
+    if _high_water_can_be_reset():
+        return HighWaterPeak()
+    return SampledPeak()
+
+
+class CudaPeak(PeakMemory):
+    """Peak of the tensors that torch's allocator handed out on the device; not what it keeps in reserve."""
+
+    method = "torch.cuda.max_memory_allocated: the highest sum of tensors alive on the device"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._start_bytes = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.synchronize(self._device)
+        self._end(torch.cuda.max_memory_allocated(self._device))
+
+
+class HighWaterPeak(PeakMemory):
+    """Peak resident memory of the whole process as the Linux kernel saw it, reset at the start.
+
+    Freed memory that the C library still holds is handed back to the kernel before the start; otherwise one
+    contender's leavings would hide the next one's needs. What the library keeps *during* the block counts: it
+    is resident. The kernel counts per thread and adds up in batches, so the result is good to a few hundred
+    KiB. Memory that was set aside but never touched is not resident and does not count.
+    """
+
+    method = "peak resident memory of the process (VmHWM, reset before every batch)"
+
+    def __enter__(self) -> Self:
+        release_free_memory()
+        _CLEAR_REFS.write_text("5")
+        self._start_bytes = _resident_bytes()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end(_high_water_bytes())
+
+
+class SampledPeak(PeakMemory):
+    """Highest resident memory of the process seen by a thread that looks every `interval_s` seconds.
+
+    The last resort, where the kernel's own high-water mark cannot be reset: a peak that lasts less than the
+    interval may be missed, so the result is a lower bound.
+    """
+
+    method = "highest resident memory of the process seen by a sampling thread (a lower bound)"
+
+    def __init__(self, interval_s: float = 0.001) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        release_free_memory()
+        self._start_bytes = self.peak_bytes = _resident_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._end(max(self.peak_bytes, _resident_bytes()))
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self.peak_bytes = max(self.peak_bytes, _resident_bytes())
+
+
+def release_free_memory() -> None:
+    """Collect garbage and hand freed pages back to the kernel where the C library can (glibc)."""
+    gc.collect()
+    # With another C library, what it keeps is counted as resident, for every cache alike.
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _high_water_can_be_reset() -> bool:
+    try:
+        _CLEAR_REFS.write_text("5")
+        return _high_water_bytes() > 0
+    except (OSError, StopIteration):
+        return False
+
+
+def _high_water_bytes() -> int:
+    lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+
+
+def _resident_bytes() -> int:
+    if _STATM.exists():
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil  # type: ignore[import-untyped]  # comes with accelerate; only needed off Linux
+
+    return int(psutil.Process().memory_info().rss)

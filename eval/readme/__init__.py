@@ -1,1 +1,0 @@
-"""The tables of README.md, made from `eval/results/`: `python -m eval.readme`."""

@@ -1,0 +1,64 @@
+"""The command line of `python -m eval readme`."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eval.core.console import EXIT_WRONG, usage_errors, write_results
+from eval.core.errors import UsageError
+from eval.core.results import FOLDER
+
+README = Path(__file__).resolve().parents[3] / "README.md"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def readme(
+    write: Annotated[bool, typer.Option("--write", help="Put the tables into the file.")] = False,
+    file: Annotated[Path, typer.Option(help="The text; default: README.md.", show_default=False)] = README,
+    results: Annotated[
+        Path, typer.Option(help="A folder; default: eval/results.", show_default=False)
+    ] = FOLDER,
+) -> None:
+    """Check that the tables of the README are what `eval/results/` gives, or with --write make them so.
+
+    The exit code is 1 where they differ; the lines that do are printed.
+    """
+    with usage_errors():
+        differences = update(file, results, write)
+    for line in differences:
+        typer.echo(line)
+    if differences and not write:
+        typer.echo(
+            f"{file} disagrees with {results}; `python -m eval readme --write` makes it agree", err=True
+        )
+        raise typer.Exit(EXIT_WRONG)
+
+
+def update(file: Path, folder: Path, write: bool) -> list[str]:
+    """Lines to take out of the file (`-`) and to put in (`+`), with their numbers; with `write` it is done.
+
+    Raises:
+        UsageError: the file or a result cannot be read or written, or markers are missing.
+    """
+    from eval.report.readme.markers import filled
+    from eval.report.readme.tables import tables
+
+    try:
+        old = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    new = filled(old, {name: make() for name, make in tables(folder).items()})
+    if write and new != old:
+        write_results(file, "\n".join(new) + "\n")
+    lines = []
+    for kind, first, last, new_first, new_last in difflib.SequenceMatcher(None, old, new).get_opcodes():
+        if kind != "equal":
+            lines += [f"{first + 1}: - {line}" for line in old[first:last]]
+            lines += [f"{first + 1}: + {line}" for line in new[new_first:new_last]]
+    return lines

@@ -1,0 +1,166 @@
+"""Forwards and `generate` with a fresh cache, timed and with their memory watched."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from eval.caches import CacheEntry, Demand
+from eval.core.errors import UsageError
+from eval.core.measure import Measures, StepTimer, peak_memory
+from eval.core.models import LoadedModel
+from hf_paged_cache.host.compat import cache_argument
+
+_WARM_UP_TOKENS = 16
+
+
+def generate_batch(
+    loaded: LoadedModel,
+    inputs: dict[str, torch.Tensor],
+    entry: CacheEntry,
+    new_tokens: int,
+    *,
+    is_exact: bool = False,
+) -> tuple[list[list[int]], Measures]:
+    """Generate greedily; the ids of each row, up to and including the end-of-sequence token, and the cost.
+
+    Args:
+        loaded: the model; its attention is left as the cache wanted it.
+        inputs: `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left.
+        entry: the contender.
+        new_tokens: most tokens to generate for a row.
+        is_exact: generate so many, whatever the model would say.
+
+    Raises:
+        CacheUnavailable: the cache cannot run here.
+    """
+    rows, tokens = inputs["input_ids"].shape
+    with measured(loaded, entry, Demand(rows, tokens + new_tokens)) as run:
+        answers = generate(loaded, inputs, run.cache, new_tokens, is_exact=is_exact)
+    return answers, run.measures()
+
+
+class Measured:
+    """A fresh cache of a contender, and what its use has cost so far."""
+
+    def __init__(self, loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> None:
+        self._entry, self._rows = entry, demand.rows
+        self.memory, self.timer = peak_memory(loaded.device), StepTimer(loaded.model, loaded.device)
+        self.cache: Any = None
+
+    def measures(self, *, is_timed: bool = True) -> Measures:
+        """The cost; where something else is done between forwards, only the first is timed."""
+        steps = tuple(self.timer.step_ms) if is_timed else ()
+        kv = self._entry.kv_bytes(self.cache)
+        memory = self.memory.peak_bytes, self.memory.rise_bytes
+        return Measures(self._rows, (self.timer.prefill_ms,), steps, kv, *memory)
+
+
+@contextlib.contextmanager
+def measured(loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> Iterator[Measured]:
+    """Watch time and memory from the making of a cache on.
+
+    Raises:
+        CacheUnavailable: the cache cannot run here.
+    """
+    run = Measured(loaded, entry, demand)
+    with run.memory, run.timer:
+        run.cache = entry.create(loaded.model, demand)
+        yield run
+
+
+def generate(
+    loaded: LoadedModel,
+    inputs: dict[str, torch.Tensor],
+    cache: Any,
+    new_tokens: int,
+    *,
+    is_exact: bool = False,
+) -> list[list[int]]:
+    """Generate greedily with a cache that may hold the beginning of the prompt; ids as `generate_batch`."""
+    output = loaded.model.generate(
+        **inputs,
+        **{cache_argument(loaded.model): cache},
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens if is_exact else None,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        pad_token_id=loaded.tokenizer.pad_token_id,
+    )
+    stops = _stop_ids(loaded.model, loaded.tokenizer)
+    return [_until_stop(row, stops) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+def forward(loaded: LoadedModel, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+    """Logits `[batch, tokens, vocabulary]` of a forward that goes on from what the cache holds."""
+    argument = {cache_argument(loaded.model): cache}
+    logits: torch.Tensor = loaded.model(ids, use_cache=True, **argument, **options).logits
+    return logits
+
+
+def prefill(loaded: LoadedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Logits `[batch, vocabulary]` behind the last token of a prompt; only those, where the model can."""
+    can = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
+    return forward(loaded, ids, cache, **({"logits_to_keep": 1} if can else {}))[:, -1]
+
+
+def warm_up(loaded: LoadedModel, entry: CacheEntry) -> None:
+    """Generate two tokens after a short prompt.
+
+    Raises:
+        CacheUnavailable: the cache cannot run here.
+    """
+    ids = torch.ones(1, _WARM_UP_TOKENS, dtype=torch.long, device=loaded.device)
+    generate_batch(loaded, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, entry, 2)
+
+
+def context_tokens(model: Any) -> int | None:
+    """The longest sequence that the model was made for, if its config says."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
+def check_context(model: Any, needed_tokens: int, what: str, way_out: str) -> None:
+    """Raise unless the model's context is long enough.
+
+    Raises:
+        UsageError: it is not; says what needs so much, and the way out.
+    """
+    limit = context_tokens(model)
+    if limit is not None and needed_tokens > limit:
+        raise UsageError(
+            f"{what} need {needed_tokens} tokens; the model's context is {limit}: choose a model with a "
+            f"longer context, or {way_out}"
+        )
+
+
+def contexts(
+    loaded: LoadedModel, asked: Sequence[int] | None, defaults: Sequence[int], room: int, what: str
+) -> Sequence[int]:
+    """Lengths to look at: those asked for, else the defaults that fit the model with `room` tokens more.
+
+    Raises:
+        UsageError: those asked for are too long.
+    """
+    if asked is not None:
+        check_context(loaded.model, max(asked) + room, what, "smaller --contexts")
+        return asked
+    limit = context_tokens(loaded.model) or max(defaults) + room
+    return [tokens for tokens in defaults if tokens + room <= limit] or [max(1, limit - room)]
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
+    stops = model.generation_config.eos_token_id
+    ids = stops if isinstance(stops, list) else [stops]
+    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
+
+
+def _until_stop(row: list[int], stops: set[int]) -> list[int]:
+    end = next((index for index, token in enumerate(row) if token in stops), len(row) - 1)
+    return row[: end + 1]

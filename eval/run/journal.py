@@ -1,0 +1,117 @@
+"""The journal of a run, on disk unit by unit: an interrupted run goes on where it was.
+
+Every process appends to a file of its own, one line a unit and cache. A line is a finished unit or a problem;
+a last line that was cut off counts as nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from eval.core import results
+from eval.core.errors import UsageError
+from eval.run.settings import Settings, read_yaml
+from eval.tasks.base import Outcome
+
+CONFIG = "config.yaml"
+# May differ when a run goes on: where it lies is known already.
+_FREE_SETTINGS = ("output",)
+
+Key = tuple[str, int, str]
+"""(task, index of the unit, cache)."""
+
+
+class Journal:
+    """The lines of a run folder, which exists; `process` is the number of this one."""
+
+    def __init__(self, folder: Path, process: int = 0) -> None:
+        self._folder = folder
+        self._path = folder / f"journal.{process}.jsonl"
+        self._file: TextIO | None = None
+
+    def done(self) -> dict[Key, Outcome]:
+        """What any process has finished; a problem is not finished, and will be tried again."""
+        return {key: outcome for key, outcome in self.latest().items() if outcome.problem is None}
+
+    def latest(self) -> dict[Key, Outcome]:
+        """The last line of every key; a finished one is kept before a problem."""
+        found: dict[Key, Outcome] = {}
+        for path in sorted(self._folder.glob("journal.*.jsonl")):
+            for key, outcome in _read(path):
+                if key not in found or found[key].problem is not None:
+                    found[key] = outcome
+        return found
+
+    def add(self, key: Key, outcome: Outcome) -> None:
+        """Append a line, and see to it that it is on disk.
+
+        Raises:
+            UsageError: it cannot be written, as on a full disk.
+        """
+        line = {"task": key[0], "unit": key[1], "cache": key[2], **dataclasses.asdict(outcome)}
+        try:
+            self._write(json.dumps(line, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to {self._path}: {error.strerror}; what was finished before is kept: make "
+                f"room, and go on with --resume {self._folder}"
+            ) from error
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            _end_last_line(self._path)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(line)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what a full disk did not take was said when it happened
+                self._file.close()
+            self._file = None
+
+
+def check_continues(folder: Path, settings: Settings) -> None:
+    """Raise unless a run with these settings may go on in a folder.
+
+    Raises:
+        UsageError: the folder holds a run with other settings; says which.
+    """
+    if not (folder / CONFIG).is_file():
+        return
+    before, now = read_yaml(folder / CONFIG), settings.to_dict()
+    different = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted({*before, *now} - set(_FREE_SETTINGS))
+        if before.get(name) != now.get(name)
+    ]
+    if different:
+        raise UsageError(
+            f"{folder} holds a run with other settings ({'; '.join(different)}): go on with it by --resume "
+            f"{folder}, or choose another --output"
+        )
+
+
+def _read(path: Path) -> Iterator[tuple[Key, Outcome]]:
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            written: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # nothing, or cut off when the run was interrupted
+        key = written.pop("task"), written.pop("unit"), written.pop("cache")
+        yield key, results.build(Outcome, written)
+
+
+def _end_last_line(path: Path) -> None:
+    """A line that was cut off must not swallow the next one."""
+    if path.is_file() and not path.read_bytes().endswith(b"\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")

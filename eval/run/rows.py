@@ -1,0 +1,123 @@
+"""Results of a run: one row for each task and cache, plain numbers that JSON can hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from eval.core.statistics import Spread
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of quality with its 95 % bootstrap confidence interval over the samples."""
+
+    key: str  # for programs: `rouge_l`
+    label: str  # for people: `ROUGE-L`
+    unit: str  # `%`, `nats`, `tokens`, or nothing
+    value: float  # what was measured
+    low: float  # lower end of the interval
+    high: float  # upper end
+    higher_is_better: bool = True  # which way is up
+    # `value` less that of the default cache on the same samples; None where that did not run
+    difference: float | None = None
+    # lower end of the interval of the difference, the samples taken in pairs; with too few samples to tell,
+    # the interval reaches as far as zero
+    difference_low: float | None = None
+    difference_high: float | None = None  # its upper end
+
+    @property
+    def verdict(self) -> str | None:
+        """`same`, `noise` (zero lies in the interval of the difference), `better` or `worse`; or None."""
+        low, high = self.difference_low, self.difference_high
+        if self.difference is None or low is None or high is None or math.isnan(self.difference + low + high):
+            return None
+        if low == high == 0.0:
+            return "same"
+        if low <= 0.0 <= high:
+            return "noise"
+        return "better" if (self.difference > 0.0) == self.higher_is_better else "worse"
+
+
+@dataclass(frozen=True)
+class HeatCell:
+    """Answers of the retrieval task at one length and depth."""
+
+    length_tokens: int  # of the text that was searched
+    depth_percent: int  # where the entry lay: 0 at the beginning, 100 at the end
+    exact_percent: float  # share of answers that are word for word right
+    samples: int  # how many were asked
+
+
+@dataclass(frozen=True)
+class AtContext:
+    """Speed and memory with so many tokens in the cache."""
+
+    context_tokens: int  # of every sequence, when decoding begins
+    prefill_ms: Spread  # the forward of the whole prompt
+    decode_ms: Spread  # one decode step, which gives one token to every sequence
+    tokens_per_s: float  # decoded tokens of all sequences in a second, at the median step
+    kv_bytes: int  # keys and values held at the end
+    kv_allocated_bytes: int  # memory set aside for them
+    rise_bytes: int  # rise of memory above what was held before, the median of the rounds
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a task with a cache. Where `problem` is set nothing was measured."""
+
+    task: str  # name of the task
+    cache: str  # name of the cache
+    samples: int = 0  # how many
+    # against the references; the first is the task's main one. None for a task without any.
+    metrics: tuple[Metric, ...] = ()
+    # the main metric with the default cache's own answers as references; None where that did not run or
+    # answers are no texts
+    agreement: Metric | None = None
+    # share of samples whose tokens equal the default cache's; None where that did not run
+    identical_percent: float | None = None
+    # median position of the first token that differs, over the samples that do
+    first_divergence_tokens: float | None = None
+    kv_bytes: int | None = None  # keys and values held at the end of a batch, the largest batch
+    kv_allocated_bytes: int | None = None  # memory set aside for them, the largest batch
+    # `kv_bytes` in bits for each number of K and V that the default cache holds for the same batch; None
+    # where that did not run
+    bits_per_value: float | None = None
+    kv_details: dict[str, Any] | None = None  # all that the cache reports, the largest batch
+    peak_bytes: int | None = None  # peak memory, all included
+    rise_bytes: int | None = None  # largest rise of memory during one batch
+    prefill_ms: Spread | None = None  # first forwards
+    decode_ms: Spread | None = None  # decode steps; a step gives one token to every sequence of the batch
+    tokens_per_s: float | None = None  # decoded tokens of all sequences in a second, at the median step
+    heat: tuple[HeatCell, ...] = ()  # of the retrieval task
+    contexts: tuple[AtContext, ...] = ()  # of the latency task
+    problem: str | None = None  # why there is nothing to show
+    failed: bool = False  # the problem is an error, not something that is missing on this machine
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one cache answered to one sample."""
+
+    task: str  # name of the task
+    cache: str  # name of the cache
+    id: str  # of the sample
+    prediction: str  # the answer
+    reference: str  # what it is scored against
+    identical: bool | None  # whether its tokens equal the default cache's; None where that did not run
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run leaves behind."""
+
+    settings: dict[str, Any]  # what was asked for, as JSON writes it
+    source: str  # where the model's weights came from
+    environment: dict[str, Any]  # see `eval.core.device.describe`
+    memory_method: str  # what the peak memory numbers are
+    seconds: float  # wall time of this call, the model's loading included
+    processes: int  # how many shared the samples
+    rows: list[Row]  # the table
+    predictions: list[Prediction]  # every answer of every cache
+    titles: dict[str, str] = field(default_factory=dict)  # name of a cache -> one line about it

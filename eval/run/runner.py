@@ -1,0 +1,97 @@
+"""The run of every unit of a task with every cache, the contenders interleaved, into the journal."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from eval.caches import CacheEntry, CacheUnavailable, restore_attention
+from eval.core.models import LoadedModel
+from eval.run.generate import warm_up
+from eval.run.journal import Journal
+from eval.run.processes import Processes
+from eval.tasks.base import Outcome, Task, Unit
+
+
+@dataclass
+class Runner:
+    """What this process does of a run: the units that are its own and not in the journal yet."""
+
+    loaded: LoadedModel
+    entries: Sequence[CacheEntry]  # the contenders
+    journal: Journal
+    processes: Processes
+    # told what is running, and how many contenders of units are done since the last call
+    advance: Callable[[str, int], None] = lambda label, steps: None
+    warmed: set[str] = field(default_factory=set)  # names of caches that have been used before
+
+    def run(self, task: Task, units: Sequence[Unit]) -> None:
+        """Run the units of a task; a cache with a problem is left out from there on.
+
+        A timed task belongs to the first process. The model's attention is as before afterwards.
+        """
+        done, entries = self.journal.done(), self.entries
+        mine = self.mine(task, units)
+        left = {u.index: [e for e in entries if (task.name, u.index, e.name) not in done] for u in mine}
+        self.advance(task.name, sum(len(entries) - len(waiting) for waiting in left.values()))
+        problems = self._warm_up(task, left)
+        for turn, unit in enumerate(mine):
+            self._run_unit(task, unit, left[unit.index][:: -1 if turn % 2 else 1], problems)
+        restore_attention(self.loaded.model)
+
+    def mine(self, task: Task, units: Sequence[Unit]) -> list[Unit]:
+        """The units of a task that are this process's."""
+        is_main = self.processes.is_main
+        return [unit for unit in units if (is_main if task.is_timed else self.processes.share(unit.index))]
+
+    def _warm_up(self, task: Task, left: dict[int, list[CacheEntry]]) -> set[str]:
+        """Use every cache that is needed once, unmeasured; names of those that cannot run."""
+        first: dict[str, int] = {}
+        for index, waiting in left.items():
+            for entry in waiting:
+                first.setdefault(entry.name, index)
+        problems = set()
+        for entry in (entry for entry in self.entries if entry.name in first.keys() - self.warmed):
+            self.advance(f"{task.name} · {entry.name} · warm-up", 0)
+            outcome = _attempt(functools.partial(self._warmed, entry))
+            if outcome.problem is None:
+                self.warmed.add(entry.name)
+            else:
+                problems.add(entry.name)
+                self.journal.add((task.name, first[entry.name], entry.name), outcome)
+        return problems
+
+    def _warmed(self, entry: CacheEntry) -> Outcome:
+        warm_up(self.loaded, entry)
+        return Outcome()
+
+    def _run_unit(self, task: Task, unit: Unit, waiting: Sequence[CacheEntry], problems: set[str]) -> None:
+        # Made for the first contender that asks for it: a failure is theirs, and none is made where none run.
+        reference = functools.cache(lambda: task.reference(self.loaded, unit))
+
+        def measured(entry: CacheEntry) -> Outcome:
+            return task.run(self.loaded, unit, entry, reference())
+
+        for entry in waiting:
+            label = f"{task.name} · {entry.name} · {unit.label}"
+            self.advance(label, 0)
+            if entry.name not in problems:
+                outcome = _attempt(functools.partial(measured, entry))
+                self.journal.add((task.name, unit.index, entry.name), outcome)
+                if outcome.problem is not None:
+                    problems.add(entry.name)
+            self.advance(label, 1)
+
+
+def _attempt(action: Callable[[], Outcome]) -> Outcome:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return action()
+    except CacheUnavailable as error:
+        return Outcome(problem=str(error))
+    # One cache's error is its row in the table; the others' results are not thrown away for it.
+    except Exception as error:
+        return Outcome(problem=f"{type(error).__name__}: {' '.join(str(error).split())}", failed=True)

@@ -1,0 +1,183 @@
+"""The rows of the table, from the outcomes in the journal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from eval.core.measure import Measures
+from eval.core.statistics import Statistic, bootstrap_interval, spread
+from eval.run.journal import Key
+from eval.run.lookups import DEFAULT_CACHE
+from eval.run.rows import Metric, Prediction, Row
+from eval.tasks.base import Answer, MetricSpec, Outcome, Task
+
+FEWEST_SAMPLES = 6
+"""That can tell two caches apart: of five, all lie on one side by chance more often than once in 20."""
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+
+
+def rows_of(
+    task: Task, units: int, caches: Sequence[str], outcomes: Mapping[Key, Outcome], dtype: str
+) -> tuple[list[Row], list[Prediction]]:
+    """The rows of one task of so many units, and all its answers, from what the journal holds."""
+    by_cache = {
+        cache: [outcomes[key] for index in range(units) if (key := (task.name, index, cache)) in outcomes]
+        for cache in caches
+    }
+    finished = {
+        cache: found
+        for cache, found in by_cache.items()
+        if len(found) == units and all(outcome.problem is None for outcome in found)
+    }
+    default = finished.get(DEFAULT_CACHE)
+    rows, predictions = [], []
+    for cache in caches:
+        if cache not in finished:
+            rows.append(_problem(task, cache, by_cache[cache]))
+            continue
+        rows.append(_row(task, cache, finished[cache], default, dtype))
+        predictions += _predictions(task, cache, _answers(finished[cache]), default)
+    return rows, predictions
+
+
+def metric(spec: MetricSpec, answers: Sequence[Answer], default: Sequence[Answer] | None) -> Metric:
+    """A metric of one cache with its interval, and its difference to that of the default cache, if any.
+
+    The default cache's answers are to the same samples in the same order, and taken in pairs.
+    """
+    every, mine = np.arange(len(answers)), spec.statistic(answers)
+    low, high = bootstrap_interval(mine, len(answers))
+    alone = Metric(spec.key, spec.label, spec.unit, mine(every), low, high, spec.higher_is_better)
+    if default is None:
+        return alone
+    value, low, high = _difference(mine, spec.statistic(default), len(answers))
+    if max(abs(value), abs(low), abs(high)) <= spec.resolution:
+        value = low = high = 0.0
+    return replace(alone, difference=value, difference_low=low, difference_high=high)
+
+
+def _difference(mine: Statistic, theirs: Statistic, count: int) -> tuple[float, float, float]:
+    def difference(indices: Any) -> float:
+        return mine(indices) - theirs(indices)
+
+    low, high = bootstrap_interval(difference, count)
+    if count < FEWEST_SAMPLES:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return difference(np.arange(count)), low, high
+
+
+def _problem(task: Task, cache: str, found: Sequence[Outcome]) -> Row:
+    outcome = next((each for each in found if each.problem is not None), None)
+    if outcome is None:
+        return Row(task.name, cache, problem="not all of its samples were run", failed=True)
+    return Row(task.name, cache, problem=outcome.problem, failed=outcome.failed)
+
+
+def _row(
+    task: Task, cache: str, outcomes: Sequence[Outcome], default: Sequence[Outcome] | None, dtype: str
+) -> Row:
+    answers = _answers(outcomes)
+    theirs = None if default is None else _answers(default)
+    return Row(
+        task=task.name,
+        cache=cache,
+        samples=len(answers),
+        metrics=tuple(metric(spec, answers, theirs) for spec in task.metrics),
+        agreement=_agreement(task, answers, theirs),
+        bits_per_value=_bits_per_value(outcomes, default, _BITS[dtype]),
+        **_same_tokens(answers, theirs),
+        **_cost([outcome.measures for outcome in outcomes if outcome.measures is not None]),
+        **task.details(outcomes),
+    )
+
+
+def _answers(outcomes: Sequence[Outcome]) -> list[Answer]:
+    return [answer for outcome in outcomes for answer in outcome.answers]
+
+
+def _agreement(task: Task, answers: Sequence[Answer], theirs: Sequence[Answer] | None) -> Metric | None:
+    """The metric with the default cache's texts as references."""
+    if task.agreement is None or theirs is None:
+        return None
+    against = [replace(mine, reference=their.text) for mine, their in zip(answers, theirs, strict=True)]
+    return metric(task.agreement, against, None)
+
+
+def _same_tokens(answers: Sequence[Answer], theirs: Sequence[Answer] | None) -> dict[str, Any]:
+    if theirs is None or not all(answer.tokens for answer in answers):
+        return {}
+    pairs = [(mine.tokens, their.tokens) for mine, their in zip(answers, theirs, strict=True)]
+    parted = [_first_difference(*pair) for pair in pairs if pair[0] != pair[1]]
+    return {
+        "identical_percent": 100 * (len(pairs) - len(parted)) / len(pairs),
+        "first_divergence_tokens": float(statistics.median(parted)) if parted else None,
+    }
+
+
+def _first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens before the first that differs, or before the end of the shorter."""
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(mine), len(theirs)))
+
+
+def _bits_per_value(
+    outcomes: Sequence[Outcome], default: Sequence[Outcome] | None, default_bits: int
+) -> float | None:
+    """Of the unit that takes the default cache the most memory."""
+    if default is None:
+        return None
+    pairs = [
+        (mine.measures.kv.used_bytes, their.measures.kv.used_bytes)
+        for mine, their in zip(outcomes, default, strict=True)
+        if mine.measures is not None and their.measures is not None
+    ]
+    used, reference = max(pairs, key=lambda pair: pair[1])
+    return default_bits * used / reference if reference else None
+
+
+def _cost(measures: Sequence[Measures]) -> dict[str, Any]:
+    """Time and memory over all units."""
+    largest = max(measures, key=lambda each: each.kv.used_bytes)
+    prefills = [ms for each in measures for ms in each.prefill_ms]
+    steps = [ms for each in measures for ms in each.step_ms]
+    decode = spread(steps) if steps else None
+    return {
+        "kv_bytes": largest.kv.used_bytes,
+        "kv_allocated_bytes": max(each.kv.allocated_bytes for each in measures),
+        "kv_details": largest.kv.details,
+        "peak_bytes": max(each.peak_bytes for each in measures),
+        "rise_bytes": max(each.rise_bytes for each in measures),
+        "prefill_ms": spread(prefills) if prefills else None,
+        "decode_ms": decode,
+        "tokens_per_s": _tokens_per_s(measures),
+    }
+
+
+def _tokens_per_s(measures: Sequence[Measures]) -> float | None:
+    """Of the full batches: the steps of a smaller one are quicker, and give less."""
+    rows = max(each.rows for each in measures)
+    steps = [ms for each in measures if each.rows == rows for ms in each.step_ms]
+    return 1000 * rows / statistics.median(steps) if steps else None
+
+
+def _predictions(
+    task: Task, cache: str, answers: Sequence[Answer], default: Sequence[Outcome] | None
+) -> list[Prediction]:
+    theirs = None if default is None else _answers(default)
+    return [
+        Prediction(
+            task.name,
+            cache,
+            answer.id,
+            answer.text,
+            answer.reference,
+            None if theirs is None else answer.tokens == theirs[index].tokens,
+        )
+        for index, answer in enumerate(answers)
+        if answer.text or answer.reference
+    ]

@@ -1,0 +1,90 @@
+"""Metrics of answers as statistics that a bootstrap can resample: each sample is looked at once.
+
+`TextMetric` has the same numbers as a module of `evaluate` that needs no network. The libraries are imported
+when a statistic is made: naming a metric should not take seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eval.core.statistics import Statistic
+from eval.tasks.base import Answer
+
+if TYPE_CHECKING:
+    import evaluate
+
+VARIANTS = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
+
+
+def rouge(variant: str) -> Callable[[Sequence[Answer]], Statistic]:
+    """The mean F-measure in percent of `rouge1`, `rouge2` or `rougeL`, stemmed (Lin 2004)."""
+
+    def make(answers: Sequence[Answer]) -> Statistic:
+        values = np.array([_rouge(answer.reference, answer.text)[variant] for answer in answers])
+        return lambda indices: float(values[indices].mean())
+
+    return make
+
+
+def bleu(answers: Sequence[Answer]) -> Statistic:
+    """Corpus BLEU-4 in percent with sacrebleu's defaults (Post 2018)."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    return _corpus(BLEU(), answers)
+
+
+def chrf(answers: Sequence[Answer]) -> Statistic:
+    """Corpus chrF2 in percent with sacrebleu's defaults: n-grams up to 6, no words (Popović 2015)."""
+    from sacrebleu.metrics.chrf import CHRF
+
+    return _corpus(CHRF(), answers)
+
+
+@functools.cache
+def _rouge(reference: str, prediction: str) -> dict[str, float]:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scores = RougeScorer(list(VARIANTS), use_stemmer=True).score(reference, prediction)
+    return {variant: 100 * score.fmeasure for variant, score in scores.items()}
+
+
+def _corpus(metric: Any, answers: Sequence[Answer]) -> Statistic:
+    # The two steps of `corpus_score`, which is all that sacrebleu offers publicly; its own significance tests
+    # take them apart in the same way.
+    counts = metric._extract_corpus_statistics([a.text for a in answers], [[a.reference for a in answers]])
+    return lambda indices: float(metric._aggregate_and_compute([counts[index] for index in indices]).score)
+
+
+METRICS: dict[str, Callable[[Sequence[Answer]], Statistic]] = {
+    **{key: rouge(variant) for variant, key in VARIANTS.items()},
+    "bleu": bleu,
+    "chrf": chrf,
+}
+"""Name -> makes the statistic of some answers."""
+
+
+def text_metric(*names: str) -> evaluate.Metric:
+    """A module of `evaluate` over `predictions` and `references`, lists of strings: percentages by name."""
+    import datasets
+    import evaluate
+
+    class TextMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate ships no types
+        def _info(self) -> evaluate.MetricInfo:
+            text = datasets.Value("string")
+            return evaluate.MetricInfo(
+                description=f"{', '.join(names)} in percent (rouge_score, sacrebleu)",
+                citation="",
+                inputs_description="predictions, references: lists of strings of one length",
+                features=datasets.Features({"predictions": text, "references": text}),
+            )
+
+        def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+            answers = [Answer("", *texts) for texts in zip(predictions, references, strict=True)]
+            return {name: METRICS[name](answers)(np.arange(len(answers))) for name in names}
+
+    return TextMetric(keep_in_memory=True)
