@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -23,17 +22,8 @@ if TYPE_CHECKING:
     from .attention_call import AttentionCall
 
 
-@dataclass(slots=True, eq=False)
-class _Updated:
-    """The layer that was updated last: its dense K and V, and the group that holds the blocks behind them."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    group: StaticGroup
-    layer_idx: int
-
-
-_last: list[_Updated] = []
+_last: list[tuple[torch.Tensor, torch.Tensor, StaticGroup, int]] = []
+"""The layer that was updated last: dense K and V, the group that holds the blocks behind them, its index."""
 
 
 def update_static(
@@ -90,7 +80,7 @@ def update_static(
     values = _or_nan_where_full(values, blocks)
     if is_attended:
         _last.clear()
-        _last.append(_Updated(keys, values, group, layer_idx))
+        _last.append((keys, values, group, layer_idx))
     return keys, values
 
 
@@ -102,11 +92,11 @@ def attend(call: AttentionCall) -> torch.Tensor | None:
     """
     if not _last:
         return None
-    updated = _last[0]
+    keys, values, group, layer_idx = _last[0]
     _last.clear()
-    if updated.keys is not call.key or updated.values is not call.value:
+    if keys is not call.key or values is not call.value:
         return None
-    group, layer_idx, mask = updated.group, updated.layer_idx, call.mask
+    mask = call.mask
     blocks, reader = group.static_blocks[layer_idx], group.readers.get(layer_idx)
     if reader is not None and reader.module() is not call.module:
         refuse(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -83,9 +82,7 @@ class CacheTools(HostContract):
         """The cache itself; leaving the block resets it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Give all blocks back."""
         self.reset()
 
