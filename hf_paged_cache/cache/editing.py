@@ -45,16 +45,16 @@ class CacheTools(HostContract):
         """
         state = self._movable("fork").fork()
         memo: dict[int, Any] = {id(self._state): state}
-        twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self))
-        twin._state = state
-        twin.layers = [
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._state = state
+        copied.layers = [
             layer.of_fork(state, memo) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
-        twin._hosts = copy.deepcopy(self._hosts, memo)
-        twin._introduce()
-        return twin
+        copied._hosts = copy.deepcopy(self._hosts, memo)
+        copied._introduce()
+        return copied
 
     def frozen(self) -> Self:
         """A fork to read with: whatever is done with it, this cache stays as it is.
@@ -71,12 +71,12 @@ class CacheTools(HostContract):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The same contents in blocks of its own, for the model, or for a copy that this call makes of it."""
         self._settled("deepcopy")
-        twin = memo[id(self)] = type(self).__new__(type(self))
+        copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
-            setattr(twin, name, copy.deepcopy(value, memo) if name != "_config" else value)
-        twin._state.forget_user()
-        twin._introduce()
-        return twin
+            setattr(copied, name, copy.deepcopy(value, memo) if name != "_config" else value)
+        copied._state.forget_user()
+        copied._introduce()
+        return copied
 
     def __enter__(self) -> Self:
         """The cache itself; leaving the block resets it."""

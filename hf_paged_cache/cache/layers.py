@@ -47,9 +47,9 @@ class _Compound:
 
     def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
         """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
-        twin: Any = super().of_fork(state, memo)  # type: ignore[misc]  # of the layer that this is mixed into
-        twin.host_part = copy.deepcopy(self.host_part, memo)
-        return twin  # type: ignore[no-any-return]
+        copied: Any = super().of_fork(state, memo)  # type: ignore[misc]  # of the layer that this is mixed into
+        copied.host_part = copy.deepcopy(self.host_part, memo)
+        return copied  # type: ignore[no-any-return]
 
 
 class _Linear(_Compound):

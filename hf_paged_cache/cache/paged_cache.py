@@ -148,7 +148,6 @@ class PagedCache(DeprecatedReads, CacheTools):
         )
         max_positions = architectures.max_positions(config)
         self._state = CacheState(settings, paged, max_positions, traits, watch(config_or_model))
-        self.layers: list[Any]
         layers = [make_layer(self._state, index, *spec) for index, spec in enumerate(specs)]
         Cache.__init__(self, layers=layers)
         self._num_layers = len(specs)
