@@ -18,17 +18,12 @@ def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:
 
 
 class Moves(NamedTuple):
-    """What a reservation changes in the slots, as pairs of (source, target).
+    """What a reservation changes in quantized layers, as pairs of (source, target)."""
 
-    Attributes:
-        copied: Slot -> slot: a shared block that a row will write to.
-        unsealed: Block id -> slot: a record that a row will write to, after its tail was cropped.
-        columns: Columns of the tables whose entries changed, besides those that the reservation tells of.
-    """
-
-    copied: list[tuple[int, int]]
-    unsealed: list[tuple[int, int]]
-    columns: list[int]
+    copied: list[tuple[int, int]]  # slot -> slot: a shared block that a row will write to
+    unsealed: list[tuple[int, int]]  # id -> slot: a record that a row will write to, its tail was cropped
+    records: list[tuple[int, int]]  # id -> id: a shared block that a row will write to, and stays a record
+    columns: list[int]  # of the tables, whose entries changed, besides those that the reservation tells of
 
 
 class SavedSlots(NamedTuple):
@@ -120,7 +115,7 @@ class DenseBlocks:
     def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
         """Give slots to what a reservation made dense."""
         size = manager.block_size
-        moves = Moves([], [], [])
+        moves = Moves([], [], [], [])
         sources = {new: old for old, new in reservation.copies}
         for block_id in sources:
             self._drop(block_id)  # of an earlier life of that block
@@ -133,11 +128,14 @@ class DenseBlocks:
         ]
         for table, start in grown:
             column = start // size
-            if not start % size or not (self.residual_blocks or column < self.sink_blocks):
+            if not start % size:
                 continue
             block_id = table.ids[column]
             source = sources.get(block_id, block_id)
-            if source not in self._slots:
+            if not self.residual_blocks and column >= self.sink_blocks:
+                if source != block_id:
+                    moves.records.append((source, block_id))
+            elif source not in self._slots:
                 table.dense.append(column)
                 moves.unsealed.append((source, self._slot_for(manager, block_id, left)))
                 moves.columns.append(column)
