@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .block import NULL_BLOCK
@@ -24,14 +24,6 @@ class Moves(NamedTuple):
     unsealed: list[tuple[int, int]]  # id -> slot: a record that a row will write to, its tail was cropped
     records: list[tuple[int, int]]  # id -> id: a shared block that a row will write to, and stays a record
     columns: list[int]  # of the tables, whose entries changed, besides those that the reservation tells of
-
-
-class SavedSlots(NamedTuple):
-    """The slots at one time, see `DenseBlocks.save`."""
-
-    num_slots: int
-    slots: dict[int, int]
-    free: list[int]
 
 
 class DenseBlocks:
@@ -57,16 +49,13 @@ class DenseBlocks:
     Args:
         sink_blocks: Blocks at the beginning of every row.
         residual_blocks: Blocks at its end, the one being filled included; 0 where formats take single tokens.
-
-    Attributes:
-        num_slots: Slots that pools must have.
     """
 
     def __init__(self, sink_blocks: int, residual_blocks: int) -> None:
         self.sink_blocks = sink_blocks
         self.residual_blocks = residual_blocks
-        self.num_slots = 0
-        self._slots: dict[int, int] = {}
+        self.num_slots = 0  # slots that pools must have
+        self._slots: dict[int, int] = {}  # block id -> slot
         self._free: list[int] = []
 
     def __bool__(self) -> bool:
@@ -158,13 +147,14 @@ class DenseBlocks:
         self._slots.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 
-    def save(self) -> SavedSlots:
-        """What there is now."""
-        return SavedSlots(self.num_slots, self._slots.copy(), self._free.copy())
+    def save(self) -> Callable[[], None]:
+        """Remember what there is. Returns what makes it so again."""
+        num_slots, slots, free = self.num_slots, self._slots.copy(), self._free.copy()
 
-    def restore(self, saved: SavedSlots) -> None:
-        """Be again what was saved."""
-        self.num_slots, self._slots, self._free = saved.num_slots, saved.slots.copy(), saved.free.copy()
+        def restore() -> None:
+            self.num_slots, self._slots, self._free = num_slots, slots.copy(), free.copy()
+
+        return restore
 
     def provide_rows(self, rows: int) -> None:
         """Have the slots that so many rows can need."""

@@ -357,7 +357,7 @@ class LayerGroup:
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
-        manager, dense, pools = self.manager.save(), self.dense.save(), [*self.pools]
+        restore_manager, restore_dense, pools = self.manager.save(), self.dense.save(), [*self.pools]
         step, tokens = self.holder.step, self.num_tokens
         attributes = {name: copy.copy(getattr(self, name)) for name in ("formats", "_unguarded", "_layers")}
 
@@ -365,8 +365,8 @@ class LayerGroup:
             vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
             self.pools[:] = pools
             self.holder.step = step
-            self.manager.restore(manager)
-            self.dense.restore(dense)
+            restore_manager()
+            restore_dense()
 
         def follow() -> None:
             self._tables.tokens = tokens
