@@ -82,9 +82,9 @@ class FormatSizes:
             return 0
         tokens = context + self._stored.own_tokens
         config = replace(self._config, max_tokens=batch * tokens)
-        shape = next(iter(self._stored.layers.values()))
+        new = NewTokens(batch, tokens, next(iter(self._stored.layers.values())))
         wanted = Capacity(config, self._specs, None).wanted_blocks(
-            batch, tokens, shape, self._precision, keep_history=False, is_static=False
+            new, self._precision, keep_history=False, is_static=False
         )
         blocks = sum(count * self._block_bytes[window] for window, count in wanted.items())
         return blocks + batch * self._row_bytes
