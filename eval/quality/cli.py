@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,7 +67,8 @@ def quality(
         ids = text.row_ids(loaded.tokenizer, rows, tokens)
         for is_shifted in offsets:
             started_s = time.perf_counter()
-            taken = [s for s in selected if only is not None or s.is_run(key_offset=is_shifted)]
+            is_left_out = attrgetter("only_defaults" if is_shifted else "only_offset")
+            taken = [scheme for scheme in selected if only is not None or not is_left_out(scheme)]
             if taken:
                 label = "chunks, with a key offset" if is_shifted else "chunks, keys as they are"
                 progress.update(label, total=-(-tokens // chunk) * len(offsets))

@@ -55,8 +55,7 @@ def _more_notes(comparison: Comparison) -> tuple[str, ...]:
     )
     sizes = "block and group sizes are compared without the guard, so that all layers are alike"
     has_sizes = any(scheme.only_defaults for scheme in schemes)
-    source = f"text: {text.ROWS_RULE.format(name=text.CATALOGUE.name)}"
-    return (source, *stock, *([sizes] if has_sizes else []))
+    return (f"text: {text.ROWS_RULE}", *stock, *([sizes] if has_sizes else []))
 
 
 def _cells(outcome: Outcome, comparison: Comparison) -> dict[str, Cell]:

@@ -97,17 +97,17 @@ def generate(
     return [_until_stop(row, stops) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
-def forward(loaded: LoadedModel, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+def forward(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
     """Logits `[batch, tokens, vocabulary]` of a forward that goes on from what the cache holds."""
-    argument = {cache_argument(loaded.model): cache}
-    logits: torch.Tensor = loaded.model(ids, use_cache=True, **argument, **options).logits
+    argument = {cache_argument(model): cache}
+    logits: torch.Tensor = model(ids, use_cache=True, **argument, **options).logits
     return logits
 
 
 def prefill(loaded: LoadedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Logits `[batch, vocabulary]` behind the last token of a prompt; only those, where the model can."""
     can = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
-    return forward(loaded, ids, cache, **({"logits_to_keep": 1} if can else {}))[:, -1]
+    return forward(loaded.model, ids, cache, **({"logits_to_keep": 1} if can else {}))[:, -1]
 
 
 def warm_up(loaded: LoadedModel, entry: CacheEntry) -> None:

@@ -109,7 +109,7 @@ def _steps(
     yield logits
     for step in range(STEPS - 1):
         token = logits.argmax(-1) if tokens is None else tokens[:, step]
-        logits = forward(loaded, token[:, None], cache)[:, -1].float()
+        logits = forward(loaded.model, token[:, None], cache)[:, -1].float()
         yield logits
 
 

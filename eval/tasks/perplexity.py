@@ -106,7 +106,7 @@ def _nll(loaded: LoadedModel, ids: torch.Tensor, cache: Any) -> float:
     """Negative log-likelihood of all tokens but the first, in nats, summed."""
     total = 0.0
     for start in range(0, ids.shape[1], CHUNK_TOKENS):
-        logits = forward(loaded, ids[:, start : start + CHUNK_TOKENS], cache)
+        logits = forward(loaded.model, ids[:, start : start + CHUNK_TOKENS], cache)
         targets = ids[0, start + 1 : start + CHUNK_TOKENS + 1]
         total += float(cross_entropy(logits[0, : len(targets)].double(), targets, reduction="sum"))
     return total
