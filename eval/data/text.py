@@ -13,8 +13,8 @@ from eval.data import DATA_DIR
 
 CATALOGUE = DATA_DIR / "catalogue.jsonl"
 ROWS_RULE = (
-    f"row r is the texts number r, r + rows, r + 2 rows, … of {CATALOGUE.name}, joined by empty lines, cut to "
-    "length"
+    f"row r is the texts number r, r + rows, r + 2 rows, … of {CATALOGUE.name}, joined by empty lines, "
+    "cut to length"
 )
 
 

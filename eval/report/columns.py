@@ -26,7 +26,6 @@ class Column:
     heading: str  # with the unit of its numbers
     cell: Cell  # what it says of a row
     meaning: str  # explained in the report
-    is_text: bool = False  # set to the left
     # where columns have to go because the terminal is narrow, the highest number goes first; 0: never
     left_out: int = 0
 
@@ -49,7 +48,7 @@ def _decode(row: Row, default: Row | None) -> str:
 
 
 COLUMNS = (
-    Column("cache", lambda row, default: row.cache, "which cache the model was given", is_text=True),
+    Column("cache", lambda row, default: row.cache, "which cache the model was given"),
     Column(
         "score",
         _score,
@@ -62,7 +61,7 @@ COLUMNS = (
     ),
     Column(
         "same tokens %",
-        lambda row, default: numbers.share(row.identical_percent),
+        lambda row, default: NOTHING if row.identical_percent is None else f"{row.identical_percent:.1f}",
         f"share of samples whose generated tokens all equal those with {DEFAULT_CACHE}",
         left_out=2,
     ),

@@ -35,11 +35,6 @@ def mib(size_bytes: int | None) -> str:
     return significant(None if size_bytes is None else size_bytes / MIB)
 
 
-def share(percent: float | None) -> str:
-    """Write a percentage, without the sign."""
-    return NOTHING if percent is None else f"{percent:.1f}"
-
-
 def ratio(value: Spread | None, default: Spread | None) -> str:
     """Write how many times the default's median a median is: `x1.12`; nothing where one is missing."""
     if value is None or default is None or default.median == 0.0:

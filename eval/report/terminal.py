@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -13,12 +14,8 @@ from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells, score_heading
 from eval.run.lookups import by_task, problem_lines, shared_context
 from eval.run.rows import Row
 
-_FULL_WIDTH = 100
-_GAP = 1
-"""Between columns: the box draws it."""
 
-
-def table(rows: Sequence[Row], width: int = _FULL_WIDTH) -> Table:
+def table(rows: Sequence[Row], width: int = 100) -> Table:
     """Return the rows as a rich table, tasks set apart; what kept a cache from running is said below it.
 
     Where `width` characters are too few, the columns go that a reader can best do without.
@@ -26,24 +23,16 @@ def table(rows: Sequence[Row], width: int = _FULL_WIDTH) -> Table:
     sections = {task: [_head(task, of_task), *cells(of_task)] for task, of_task in by_task(rows).items()}
     kept = _fitting([_heading(column.heading) for column in COLUMNS], sections, width)
     # Text, not strings: rich reads brackets in strings as markup, and an error's message may hold some.
-    result = Table(
-        title="Caches compared",
-        caption=Text("\n".join([*problem_lines(rows), DIFFERENCE_RULE])),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        show_edge=False,
-    )
+    caption = Text("\n".join([*problem_lines(rows), DIFFERENCE_RULE]))
+    layout: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False, "show_edge": False}
+    result = Table(title="Caches compared", caption=caption, caption_justify="left", **layout)
     for index in kept:
-        column = COLUMNS[index]
-        justify = "left" if column.is_text else "right"
-        result.add_column(_heading(column.heading), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        justify: Any = "left" if index == 0 else "right"  # names of caches, and numbers
+        result.add_column(_heading(COLUMNS[index].heading), justify=justify, no_wrap=True)
     for lines in sections.values():
         for number, line in enumerate(lines):
-            style = "bold" if number == 0 else None
-            last = number == len(lines) - 1
-            result.add_row(*(Text(line[index]) for index in kept), style=style, end_section=last)
+            result.add_row(*(Text(line[index]) for index in kept), style=None if number else "bold")
+        result.add_section()
     return result
 
 
@@ -66,7 +55,8 @@ def _fitting(headings: Sequence[str], sections: dict[str, list[list[str]]], widt
         for index, heading in enumerate(headings)
     ]
     kept = list(range(len(COLUMNS)))
-    while sum(widths[index] + _GAP for index in kept) - _GAP > width:
+    # Between columns is one character, which the box draws.
+    while sum(widths[index] + 1 for index in kept) - 1 > width:
         least = max(kept, key=lambda index: COLUMNS[index].left_out)
         if COLUMNS[least].left_out == 0:
             break

@@ -39,15 +39,14 @@ def at_context(row: Row, context_tokens: int) -> AtContext | None:
 
 def at_shared_context(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of one task with the speed and memory of its shared context, where it has contexts."""
-    context_tokens = shared_context(rows)
-    return [row if context_tokens is None else _filled(row, at_context(row, context_tokens)) for row in rows]
+    tokens = shared_context(rows)
+    return [_filled(row, None if tokens is None else at_context(row, tokens)) for row in rows]
 
 
 def _filled(row: Row, at: AtContext | None) -> Row:
-    if at is None:
-        return row
-    measured = vars(at).items()  # fields of a row, but for the context itself
-    return dataclasses.replace(row, **{name: value for name, value in measured if name != "context_tokens"})
+    """The row with what was measured at one length, which has a row's fields but for the length itself."""
+    measured = {} if at is None else {name: value for name, value in vars(at).items() if hasattr(row, name)}
+    return dataclasses.replace(row, **measured)
 
 
 @dataclasses.dataclass(frozen=True)

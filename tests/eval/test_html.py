@@ -9,8 +9,8 @@ import pytest
 
 from eval import report
 from eval.plots import Picture
-from eval.report.content import NO_PICTURES, document
-from eval.report.render import html
+from eval.report.content import NO_PICTURES
+from eval.report.render import html, markdown
 from eval.run.rows import Row
 from tests.eval.fake_runs import ATTACK, few_rows, full_run
 
@@ -45,7 +45,7 @@ class _Page(HTMLParser):
 @pytest.fixture
 def page(tmp_path: Path) -> _Page:
     (tmp_path / "a.png").write_bytes(PNG)
-    return _Page(html(document(full_run(), [Picture("a.png", "A <title>", "A & caption")]), tmp_path))
+    return _Page(html(markdown(full_run(), [Picture("a.png", "A <title>", "A & caption")]), tmp_path))
 
 
 def test_every_element_is_closed(page: _Page) -> None:
@@ -99,7 +99,7 @@ def test_no_other_text_can_inject_html_either(field: str, tmp_path: Path) -> Non
         titles={"c": evil if field == "title" else ""},
         settings={evil: evil} if field == "setting" else {},
     )
-    text = html(document(run, []), tmp_path)
+    text = html(markdown(run, []), tmp_path)
     assert evil not in text
     found = _Page(text)
     assert "img" not in {tag for tag, _ in found.elements}
@@ -107,7 +107,7 @@ def test_no_other_text_can_inject_html_either(field: str, tmp_path: Path) -> Non
 
 
 def test_it_says_how_to_get_pictures_that_could_not_be_drawn(tmp_path: Path) -> None:
-    assert NO_PICTURES in _Page(html(document(full_run(), None), tmp_path)).texts
+    assert NO_PICTURES in _Page(html(markdown(full_run(), None), tmp_path)).texts
 
 
 def test_a_run_becomes_one_file_that_holds_all_its_pictures(tmp_path: Path) -> None:
