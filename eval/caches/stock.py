@@ -22,8 +22,7 @@ are). HQQ groups along head_dim with axis 1, which its makers advise."""
 def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
     """A fresh `QuantizedCache` for a model's config; `bits` is not for the backend `fp8`.
 
-    Raises:
-        CacheUnavailable: the backend is not installed or refuses; the message says why.
+    Where the backend is not installed or refuses, `CacheUnavailable` says why.
     """
     from transformers import QuantizedCache
 

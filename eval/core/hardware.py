@@ -75,8 +75,7 @@ class Device:
     def graph_of(self, step: Callable[[], object]) -> Callable[[], object]:
         """The launches of a step, recorded after three runs on a side stream; calling it replays them.
 
-        Raises:
-            Skip: not on this device.
+        A device that records none raises `Skip`.
         """
         if not self.is_gpu:
             raise Skip(NEEDS_GPU)
@@ -92,11 +91,7 @@ class Device:
         return graph.replay
 
     def launches_of(self, step: Callable[[], object]) -> list[str]:
-        """Names of the kernels that a step launches, memory copies included, as the profiler sees them.
-
-        Raises:
-            Skip: not on this device, or it sees none.
-        """
+        """Names of the kernels that a step launches, memory copies included; `Skip` if none can be seen."""
         from torch.profiler import ProfilerActivity, profile
 
         if not self.is_gpu:
@@ -112,11 +107,7 @@ class Device:
         return found
 
     def check_room(self, needed: float) -> None:
-        """See that a GPU can still allocate so many bytes.
-
-        Raises:
-            Skip: it cannot.
-        """
+        """Raise `Skip` where this is a GPU that cannot allocate so many bytes any more."""
         if not self.is_gpu:
             return
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

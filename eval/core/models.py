@@ -30,12 +30,7 @@ class LoadedModel:
 
 
 def load(name: str = "smollm2", dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:
-    """Load a model.
-
-    Args:
-        name: a name of `MODELS`, a hub id, a local folder or a local `.gguf` file.
-        dtype: of its weights, by torch's name.
-        device: where to.
+    """Load a model: a name of `MODELS`, a hub id, a local folder or a local `.gguf` file.
 
     Raises:
         UsageError: when the model cannot be found or loaded, or the device is missing or too small.

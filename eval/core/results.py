@@ -54,11 +54,7 @@ def _finite(value: Any) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object of a file.
-
-    Raises:
-        UsageError: It cannot be read, or is no JSON object.
-    """
+    """The object of a file; a `UsageError` where it cannot be read or is no JSON object."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

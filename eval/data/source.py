@@ -74,11 +74,8 @@ def read(source: Source, roles: tuple[str, ...], limit: int | None, seed: int) -
     """Rows as role -> text, `limit` of them (or all, where there are fewer), chosen by `seed`.
 
     Rows that lack one of the texts are passed over. Without an id, a row's place in the table is its name.
-
-    Without a limit they are all, in their order. `roles` are those that the task reads beside `id`.
-
-    Raises:
-        UsageError: it cannot be had, or lacks a column; names the columns there are.
+    Without a limit they are all, in their order. `roles` are those that the task reads beside `id`. A table
+    that cannot be had or lacks a column is a `UsageError` that names the columns there are.
     """
     table = _load(source)
     for role in roles:
@@ -87,10 +84,15 @@ def read(source: Source, roles: tuple[str, ...], limit: int | None, seed: int) -
                 f"the dataset {source.name!r} needs --{role}-column; choose from: {_there(table)}"
             )
     wanted = {role: source.columns[role] for role in ("id", *roles) if role in source.columns}
-    _check_columns(source, table, wanted)
+    if not len(table):
+        raise UsageError(f"the dataset {source.name!r} is empty")
+    there = {*table.features, *_paths(table.features)}
+    if missing := [repr(column) for column in wanted.values() if column not in there]:
+        names = ", ".join(missing)
+        raise UsageError(f"unknown column {names} in {Path(source.name).name}; choose from: {_there(table)}")
     order = range(len(table)) if limit is None else np.random.default_rng(seed).permutation(len(table))
-    whole = (row for number in order if all((row := _row(int(number), table[int(number)], wanted)).values()))
-    rows = list(itertools.islice(whole, limit))
+    found = (_row(int(number), table[int(number)], wanted) for number in order)
+    rows = list(itertools.islice((row for row in found if all(row.values())), limit))
     if not rows:
         names = ", ".join(repr(column) for column in wanted.values())
         raise UsageError(f"no row of the dataset {source.name!r} has a text in {names}")
@@ -118,16 +120,6 @@ def _load(source: Source) -> Any:
             f"the dataset {source.name!r} cannot be had ({reason}); choose from: {known}, any name on "
             f"the hub, or a local file ({', '.join(sorted(_LOADERS))})"
         ) from error
-
-
-def _check_columns(source: Source, table: Any, wanted: Mapping[str, str]) -> None:
-    if not len(table):
-        raise UsageError(f"the dataset {source.name!r} is empty")
-    there = {*table.features, *_paths(table.features)}
-    missing = [column for column in wanted.values() if column not in there]
-    if missing:
-        names = ", ".join(repr(column) for column in missing)
-        raise UsageError(f"unknown column {names} in {Path(source.name).name}; choose from: {_there(table)}")
 
 
 def _there(table: Any) -> str:

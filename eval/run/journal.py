@@ -20,8 +20,6 @@ from eval.run.settings import Settings, read_yaml
 from eval.tasks.base import Outcome
 
 CONFIG = "config.yaml"
-# May differ when a run goes on: where it lies is known already.
-_FREE_SETTINGS = ("output",)
 
 Key = tuple[str, int, str]
 """(task, index of the unit, cache)."""
@@ -49,12 +47,8 @@ class Journal:
         return found
 
     def add(self, key: Key, outcome: Outcome) -> None:
-        """Append a line, and see to it that it is on disk.
-
-        Raises:
-            UsageError: it cannot be written, as on a full disk.
-        """
-        line = {"task": key[0], "unit": key[1], "cache": key[2], **dataclasses.asdict(outcome)}
+        """Append a line, and see to it that it is on disk; a `UsageError` where it cannot be written."""
+        line = dict(zip(("task", "unit", "cache"), key, strict=True)) | dataclasses.asdict(outcome)
         try:
             self._write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as error:
@@ -80,18 +74,15 @@ class Journal:
 
 
 def check_continues(folder: Path, settings: Settings) -> None:
-    """Raise unless a run with these settings may go on in a folder.
-
-    Raises:
-        UsageError: the folder holds a run with other settings; says which.
-    """
+    """Raise a `UsageError` that says which where the folder holds a run with other settings."""
     if not (folder / CONFIG).is_file():
         return
     before, now = read_yaml(folder / CONFIG), settings.to_dict()
     different = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in sorted({*before, *now} - set(_FREE_SETTINGS))
-        if before.get(name) != now.get(name)
+        for name in sorted({*before, *now})
+        # Where a run lies is known already when it goes on.
+        if name != "output" and before.get(name) != now.get(name)
     ]
     if different:
         raise UsageError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import time
 from pathlib import Path
 
@@ -33,11 +32,7 @@ Work = dict[str, list[Unit]]
 
 
 class Session:
-    """A run in one of its processes.
-
-    Raises:
-        UsageError: there is no such device, or the run folder cannot be had.
-    """
+    """A run in one of its processes; a `UsageError` where the device or the run folder cannot be had."""
 
     def __init__(self, settings: Settings) -> None:
         self._started_s = time.monotonic()
@@ -54,8 +49,7 @@ class Session:
     def run(self) -> bool:
         """Run what is left, and report; whether a cache failed with an error.
 
-        Raises:
-            UsageError: the model or the data cannot be had, or do not go together.
+        A model and data that cannot be had, or do not go together, are a `UsageError`.
         """
         described = device.describe(self._device)
         with Progress(self._console, f"loading {self._settings.model}") as progress:
@@ -76,7 +70,12 @@ class Session:
             progress.update("resampling and drawing")
             finished = self._report(loaded, work, described) if self._processes.is_main else None
         if finished is not None:
-            self._show(finished)
+            self._console.print(terminal.table(finished.rows, self._console.width))
+            self._console.print(
+                f"{finished.seconds:.0f} s; results.json, report.md and report.html are in {self._folder}",
+                soft_wrap=True,
+                highlight=False,
+            )
         self._processes.wait()
         self._processes.close()
         return finished is not None and any(row.failed for row in finished.rows)
@@ -119,20 +118,12 @@ class Session:
             memory_method=measure.peak_memory(loaded.device).method,
             seconds=time.monotonic() - self._started_s,
             processes=self._processes.count,
-            rows=list(itertools.chain.from_iterable(rows for rows, _ in found)),
-            predictions=list(itertools.chain.from_iterable(predictions for _, predictions in found)),
+            rows=[row for rows, _ in found for row in rows],
+            predictions=[prediction for _, predictions in found for prediction in predictions],
             titles={name: CACHES[name].title for name in settings.caches},
         )
         files.write(finished, self._folder)
         return finished
-
-    def _show(self, finished: Run) -> None:
-        self._console.print(terminal.table(finished.rows, self._console.width))
-        self._console.print(
-            f"{finished.seconds:.0f} s; results.json, report.md and report.html are in {self._folder}",
-            soft_wrap=True,
-            highlight=False,
-        )
 
     def _run_folder(self) -> Path:
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

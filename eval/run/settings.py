@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,17 @@ class Settings:
 
 
 def resolve(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
-    """Merge the defaults, the YAML file and the command line, in rising order of precedence.
-
-    Args:
-        config: a YAML mapping of `Settings` keys, or None.
-        overrides: keys given on the command line; a value of None means "not given".
+    """Merge the defaults, the YAML file and the command line (None: not given), in rising precedence.
 
     Raises:
         UsageError: for an unreadable file, an unknown key, task, cache or dtype, or a wrong value.
     """
     merged = read_yaml(config) if config is not None else {}
-    merged.update({key: value for key, value in overrides.items() if value is not None})
-    return _validated(merged)
+    return _validated(merged | {key: value for key, value in overrides.items() if value is not None})
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        UsageError: it cannot be read, or holds something else.
-    """
+    """The mapping that a YAML file holds; a `UsageError` where it cannot be read or holds something else."""
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -98,47 +89,40 @@ def _validated(values: Mapping[str, Any]) -> Settings:
     from eval.tasks import TASKS
     from hf_paged_cache.tools.planner.amounts import SHORT_DTYPES
 
-    caches = tuple(dict.fromkeys(ALIASES.get(name, name) for name in settings.caches))
     settings = dataclasses.replace(
         settings,
-        tasks=_expanded("task", settings.tasks, tuple(TASKS)),
-        caches=_expanded("cache", caches, tuple(CACHES)),
+        tasks=_expanded("task", settings.tasks, TASKS),
+        caches=_expanded("cache", [ALIASES.get(name, name) for name in settings.caches], CACHES),
         dtype=SHORT_DTYPES.get(settings.dtype, settings.dtype),
     )
     check_choice("dtype", settings.dtype, DTYPES)
     takers = [name for name in settings.tasks if TASKS[name].takes_dataset]
-    _check_dataset(settings, takers)
+    given = [key for key in _DATASET_KEYS if getattr(settings, key) is not None]
+    if given and settings.dataset is None:
+        raise UsageError(f"{', '.join(given)} says how to read a dataset, and no dataset is given")
+    if settings.dataset is not None and len(takers) != 1:
+        raise UsageError(
+            "a dataset is for one task, and the chosen tasks that take one are: "
+            f"{', '.join(takers) or 'none'}; name one with --tasks"
+        )
     if settings.instruction is not None and not TASKS[takers[0]].needs_chat:
         raise UsageError(f"an instruction is for tasks that chat with the model, and {takers[0]} does not")
     return settings
 
 
-def _expanded(kind: str, names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        check_choice(kind, name, (*known, ALL))
-    return known if ALL in names else names
-
-
-def _check_dataset(settings: Settings, takers: list[str]) -> None:
-    given = [key for key in _DATASET_KEYS if getattr(settings, key) is not None]
-    if settings.dataset is None:
-        if given:
-            raise UsageError(f"{', '.join(given)} says how to read a dataset, and no dataset is given")
-        return
-    if len(takers) != 1:
-        raise UsageError(
-            "a dataset is for one task, and the chosen tasks that take one are: "
-            f"{', '.join(takers) or 'none'}; name one with --tasks"
-        )
+def _expanded(kind: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    checked = dict.fromkeys(check_choice(kind, name, (*known, ALL)) for name in names)
+    return tuple(known if ALL in checked else checked)
 
 
 def _convert(key: str, value: Any) -> Any:
     if value is None and getattr(Settings, key) is None:  # the default
         return None
     if key in ("tasks", "caches"):
-        return _name_list(key, value)
+        return _names(key, value)
     if key == "contexts":
-        return tuple(sorted({_context(part) for part in _parts(key, value)}))
+        parts = (int(p) if isinstance(p, str) and p.strip().isdecimal() else p for p in _parts(key, value))
+        return tuple(sorted({_integer(key, part, 1) for part in parts}))
     if key in _MINIMUM:
         return _integer(key, value, _MINIMUM[key])
     if not isinstance(value, str) or not value:
@@ -152,11 +136,6 @@ def _integer(key: str, value: Any, minimum: int) -> int:
     return value
 
 
-def _context(part: Any) -> int:
-    number = int(part) if isinstance(part, str) and part.strip().isdecimal() else part
-    return _integer("contexts", number, 1)
-
-
 def _parts(key: str, value: Any) -> list[Any]:
     parts = value.split(",") if isinstance(value, str) else value
     parts = [parts] if isinstance(parts, int) and not isinstance(parts, bool) else parts
@@ -165,7 +144,7 @@ def _parts(key: str, value: Any) -> list[Any]:
     return list(parts)
 
 
-def _name_list(key: str, value: Any) -> tuple[str, ...]:
+def _names(key: str, value: Any) -> tuple[str, ...]:
     names = _parts(key, value)
     if not all(isinstance(name, str) for name in names):
         raise UsageError(f"{key} must be a list of names or one comma-separated string, got {value!r}")
