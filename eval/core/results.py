@@ -32,12 +32,7 @@ def document(
     **more: Any,
 ) -> dict[str, Any]:
     """The object of a file; `results` are tables, each with a name under `bench` and its `rows`."""
-    return {
-        "environment": dict(environment),
-        "settings": dict(settings),
-        **more,
-        "results": [dict(result) for result in results],
-    }
+    return {"environment": environment, "settings": settings, **more, "results": list(results)}
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -9,7 +9,7 @@ from eval.core.table import Bound
 from eval.quality.protocol import Comparison, Outcome
 
 MAX_KL_NATS = {"auto": 1e-6, "int8": 4e-4, "fp8": 8e-3, "k8v4": 7e-3, "int4": 2.5e-2}
-MAX_BITS = {"int4": 4.6}
+MAX_INT4_BITS = 4.6
 MIN_BELOW_STOCK = 4.0
 """How many times the KL of a stock cache in 4 bits must be that of `int4`."""
 MAX_PERPLEXITY_CHANGE_PERCENT = {"int8": 3.0, "k8v4": 3.0, "int4": 5.0}
@@ -44,11 +44,9 @@ def bounds(outcome: Outcome, comparison: Comparison, protocol: Protocol) -> Iter
             change = 100 * abs(outcome.score.perplexity / comparison.reference.perplexity - 1)
             limit = MAX_PERPLEXITY_CHANGE_PERCENT[name]
             yield Bound("perplexity change", change, limit, at_least=False, unit=" %")
-        return
-    if name in MAX_BITS and outcome.storage is not None:
-        bits = outcome.storage.stored_bits or float("nan")
-        yield Bound("bits", bits, MAX_BITS[name], at_least=False, unit="")
-    if name == "int4":
+    elif name == "int4":
+        bits = outcome.storage and outcome.storage.stored_bits
+        yield Bound("bits", bits or float("nan"), MAX_INT4_BITS, at_least=False, unit="")
         for other in comparison.outcomes:
             if other.scheme.name.startswith("stock ") and other.problem is None:
                 yield Bound(f"below {other.scheme.name}", other.score.kl_nats / kl, MIN_BELOW_STOCK)

@@ -9,8 +9,6 @@ from eval.run.lookups import MIB
 from eval.run.rows import Metric
 
 NOTHING = "-"
-_LEAST_EXPONENT = -3
-"""Numbers below 0.001 are written with an exponent."""
 
 
 def significant(value: float | None, digits: int = 3) -> str:
@@ -20,7 +18,7 @@ def significant(value: float | None, digits: int = 3) -> str:
     if value == 0.0 or not math.isfinite(value):
         return format(value, "g")
     exponent = _exponent(value)
-    if exponent < _LEAST_EXPONENT:
+    if exponent < -3:
         mantissa, power = f"{value:.{digits - 1}e}".split("e")
         return f"{mantissa}e{int(power)}"
     return f"{value:.{max(0, digits - 1 - exponent)}f}"

@@ -38,9 +38,8 @@ class Session:
         self._started_s = time.monotonic()
         self._settings = settings
         self._processes = join(settings.device)
-        is_quiet = not self._processes.is_main
-        console = Console(quiet=is_quiet)
-        self._console = console if console.is_terminal else Console(width=120, quiet=is_quiet)
+        console = Console(quiet=not self._processes.is_main)
+        self._console = console if console.is_terminal else Console(width=120, quiet=console.quiet)
         with self._processes.together():
             self._device = device.resolve_device(device_of(settings.device))
         self._folder = self._run_folder()

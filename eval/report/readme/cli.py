@@ -43,8 +43,7 @@ def readme(
 def update(file: Path, folder: Path, write: bool) -> list[str]:
     """Lines to take out of the file (`-`) and to put in (`+`), with their numbers; with `write` it is done.
 
-    Raises:
-        UsageError: the file or a result cannot be read or written, or markers are missing.
+    What cannot be read or written, and markers that are missing, are a `UsageError`.
     """
     from eval.report.readme.markers import filled
     from eval.report.readme.tables import tables

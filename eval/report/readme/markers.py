@@ -14,9 +14,8 @@ _END = "<!-- /table -->"
 def filled(lines: list[str], tables: Mapping[str, str]) -> list[str]:
     """The text with the tables in their places, an empty line before and behind each.
 
-    Raises:
-        UsageError: A marker of an unknown table, one that is not closed or not opened, a table that has no
-            place or two.
+    A marker of an unknown table, or one that is not closed or opened, is a `UsageError`, and so is a table
+    that has no place or two.
     """
     new: list[str] = []
     found: list[str] = []
