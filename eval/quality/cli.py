@@ -54,13 +54,12 @@ def quality(
     from eval.core.progress import Progress
     from eval.data import text
     from eval.quality import protocol, schemes, tables
-    from eval.quality.requirements import Protocol
 
     with usage_errors():
         selected = schemes.chosen(only, quick=quick, defaults=defaults)
         check_writable(json_file)
     described = device.describe(torch.device("cpu"))
-    what = Protocol(model, rows, tokens, chunk)
+    what = tables.Protocol(model, rows, tokens, chunk)
     found = []
     with usage_errors(), Progress(console, f"loading {model}") as progress:
         loaded = models.load(model)

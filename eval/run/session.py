@@ -64,8 +64,6 @@ class Session:
                     soft_wrap=True,
                 )
                 raise
-            finally:
-                self._journal.close()
             progress.update("resampling and drawing")
             finished = self._report(loaded, work, described) if self._processes.is_main else None
         if finished is not None:
