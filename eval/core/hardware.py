@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -110,8 +111,7 @@ class Device:
         """Raise `Skip` where this is a GPU that cannot allocate so many bytes any more."""
         if not self.is_gpu:
             return
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + unused
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if free < needed:
             raise Skip(f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
 
@@ -155,12 +155,8 @@ class Device:
         """Inside, a `PagedCache` that is asked to be compileable is so on this device."""
         from hf_paged_cache.store import static_group
 
-        before = static_group.DEVICES
-        static_group.DEVICES = before | {self.torch_device.type}
-        try:
+        with mock.patch.object(static_group, "DEVICES", static_group.DEVICES | {self.torch_device.type}):
             yield
-        finally:
-            static_group.DEVICES = before
 
     def compile_options(self) -> dict[str, Any]:
         """Arguments with which `generate` compiles the decode step here as by itself on a GPU."""

@@ -36,8 +36,7 @@ def load(name: str = "smollm2", dtype: str = "float32", device: str | torch.devi
         UsageError: when the model cannot be found or loaded, or the device is missing or too small.
     """
     device = resolve_device(device) if isinstance(device, str) else device
-    locate = MODELS.get(name)
-    path = locate() if locate is not None else Path(name)
+    path = MODELS[name]() if name in MODELS else Path(name)
     is_gguf = path.suffix == ".gguf" and path.is_file()
     model, tokenizer = _from_pretrained(name, path if is_gguf else None, getattr(torch, dtype))
     tokenizer.padding_side = "left"

@@ -53,11 +53,8 @@ def run(
     What is finished is kept: an interrupted run goes on with `--resume FOLDER`. Under `accelerate launch`
     the samples are shared among the processes.
     """
-    given = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("config", "resume") and value is not None
-    }
+    options = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in options.items() if name not in ("config", "resume")}
     try:
         settings = _settings(config, given, resume)
         # What follows takes seconds to import; a mistake in the settings is reported before that.
@@ -79,9 +76,8 @@ def _settings(config: Path | None, given: dict[str, Any], resume: Path | None) -
         return resolve(config, given)
     from eval.run.journal import CONFIG
 
-    if config is not None or given:
-        extra = ", ".join([*given, *(["config"] if config is not None else [])])
-        raise UsageError(f"--resume goes on with the settings of its folder; leave away: {extra}")
+    if extra := [*given, *(["config"] if config is not None else [])]:
+        raise UsageError(f"--resume goes on with the settings of its folder; leave away: {', '.join(extra)}")
     if not (resume / CONFIG).is_file():
         raise UsageError(f"there is no run in {resume}: it has no {CONFIG}; give the folder of a run")
     return resolve(resume / CONFIG, {"output": str(resume)})

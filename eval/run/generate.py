@@ -64,23 +64,15 @@ def measured(loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> Iterator
 
 
 def generate(
-    loaded: LoadedModel,
-    inputs: dict[str, torch.Tensor],
-    cache: Any,
-    new_tokens: int,
-    *,
-    is_exact: bool = False,
+    loaded: LoadedModel, inputs: dict[str, Any], cache: Any, new_tokens: int, *, is_exact: bool = False
 ) -> list[list[int]]:
     """Generate greedily with a cache that may hold the beginning of the prompt; ids as `generate_batch`."""
     output = loaded.model.generate(
         **inputs,
         **{cache_argument(loaded.model): cache},
+        **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens if is_exact else None,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
         pad_token_id=loaded.tokenizer.pad_token_id,
     )
     ends = loaded.model.generation_config.eos_token_id

@@ -28,8 +28,7 @@ def default_row(rows: Sequence[Row]) -> Row | None:
 def shared_context(rows: Sequence[Row]) -> int | None:
     """Return the most tokens at which every measured row of one task has numbers; None: at no such length."""
     measured = [{at.context_tokens for at in row.contexts} for row in rows if row.problem is None]
-    shared = set.intersection(*measured) if measured else set()
-    return max(shared, default=None)
+    return max(set.intersection(*measured), default=None) if measured else None
 
 
 def at_context(row: Row, context_tokens: int) -> AtContext | None:

@@ -40,9 +40,15 @@ class Session:
         self._processes = join(settings.device)
         console = Console(quiet=not self._processes.is_main)
         self._console = console if console.is_terminal else Console(width=120, quiet=console.quiet)
+        stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        self._folder = Path(self._processes.agree(settings.output or str(RUNS_DIR / stamp)))
         with self._processes.together():
             self._device = device.resolve_device(device_of(settings.device))
-        self._folder = self._run_folder()
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"cannot make the output folder {self._folder}: {error.strerror}") from error
+            check_continues(self._folder, settings)
         self._journal = Journal(self._folder, self._processes.index)
 
     def run(self) -> bool:
@@ -121,17 +127,6 @@ class Session:
         )
         files.write(finished, self._folder)
         return finished
-
-    def _run_folder(self) -> Path:
-        stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        folder = Path(self._processes.agree(self._settings.output or str(RUNS_DIR / stamp)))
-        with self._processes.together():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"cannot make the output folder {folder}: {error.strerror}") from error
-            check_continues(folder, self._settings)
-        return folder
 
 
 def _check_chats(loaded: LoadedModel, settings: Settings) -> None:
