@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from eval.plots.looks import DPI, Look, Picture
-from eval.run.lookups import MIB, by_task
-from eval.run.rows import Row
+from eval.run.rows import MIB, Row, by_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

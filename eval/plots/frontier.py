@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
-from eval.run.lookups import DEFAULT_CACHE, by_task
-from eval.run.rows import Metric, Row
+from eval.run.rows import DEFAULT_CACHE, Metric, Row, by_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,13 +67,13 @@ def _place(cache: str, metric: Metric) -> tuple[float, float, float, float] | No
 
 def front(found: Sequence[Point]) -> list[Point]:
     """Return the points that no other beats (the Pareto front), from few bits to many."""
-    unbeaten = [point for point in found if not any(_beats(other, point) for other in found)]
+
+    def beats(one: Point, other: Point) -> bool:
+        as_good = one.bits <= other.bits and one.quality >= other.quality
+        return as_good and (one.bits, one.quality) != (other.bits, other.quality)
+
+    unbeaten = [point for point in found if not any(beats(other, point) for other in found)]
     return sorted(unbeaten, key=lambda point: point.bits)
-
-
-def _beats(one: Point, other: Point) -> bool:
-    as_good = one.bits <= other.bits and one.quality >= other.quality
-    return as_good and (one.bits, one.quality) != (other.bits, other.quality)
 
 
 def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:

@@ -13,8 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from eval.core.statistics import Spread
 from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
-from eval.run.lookups import MIB
-from eval.run.rows import AtContext, Row
+from eval.run.rows import MIB, AtContext, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from transformers import DynamicCache
+
 from eval.caches import CacheUnavailable, stock
 from eval.core.errors import UsageError, check_choice
+from hf_paged_cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES, KVCacheDtype
 
 BLOCK_SIZES = (32, 64, 128)
@@ -27,15 +30,7 @@ class Scheme:
     only_offset: bool = False  # run with the key offset alone
 
 
-def _dynamic(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
 def _create_paged(model: Any, **options: Any) -> Any:
-    from hf_paged_cache import PagedCache
-
     try:
         return PagedCache(model, **options)
     except ValueError as error:
@@ -56,7 +51,9 @@ def _stock(backend: str) -> Scheme:
 
 
 def _all() -> Iterator[Scheme]:
-    yield Scheme("dynamic", "DynamicCache of transformers: full precision", _dynamic)
+    yield Scheme(
+        "dynamic", "DynamicCache of transformers: full precision", lambda m: DynamicCache(config=m.config)
+    )
     for layer_dtype in LAYER_DTYPES:
         yield _paged(layer_dtype, layer_dtype)
     yield _paged("int4 no guard", "int4", key_error_guard="off")

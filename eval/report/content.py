@@ -7,11 +7,10 @@ from typing import Any
 
 from eval.plots import Picture
 from eval.report import details
-from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells, score_heading
 from eval.report.details import Table, table
 from eval.report.numbers import NOTHING
-from eval.run.lookups import by_task, problem_lines, shared_context
-from eval.run.rows import Prediction, Row, Run
+from eval.report.terminal import COLUMNS, DIFFERENCE_RULE, cells, score_heading
+from eval.run.rows import Prediction, Row, Run, by_task, problem_lines, shared_context
 
 _MOST_CHARACTERS = 600
 """Of an answer."""
@@ -75,15 +74,14 @@ def _answers(predictions: Sequence[Prediction]) -> list[tuple[str, list[tuple[st
         found = first.setdefault(prediction.task, [])
         if not found or found[0].id == prediction.id:
             found.append(prediction)
-    return [(f"{task}, {found[0].id}", _answers_to(found)) for task, found in first.items()]
-
-
-def _answers_to(predictions: Sequence[Prediction]) -> list[tuple[str, str]]:
-    caches: dict[str, list[str]] = {}
-    for prediction in predictions:
-        caches.setdefault(prediction.prediction, []).append(prediction.cache)
-    answered = [(", ".join(names), _shown(text)) for text, names in caches.items()]
-    return [("reference", _shown(predictions[0].reference)), *answered]
+    answers = []
+    for task, found in first.items():
+        caches: dict[str, list[str]] = {}
+        for prediction in found:
+            caches.setdefault(prediction.prediction, []).append(prediction.cache)
+        answered = [(", ".join(names), _shown(text)) for text, names in caches.items()]
+        answers.append((f"{task}, {found[0].id}", [("reference", _shown(found[0].reference)), *answered]))
+    return answers
 
 
 def _shown(text: str) -> str:

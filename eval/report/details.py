@@ -7,8 +7,7 @@ from functools import partial
 
 from eval.report import numbers
 from eval.report.numbers import NOTHING
-from eval.run.lookups import DEFAULT_CACHE, at_context, by_task, default_row
-from eval.run.rows import AtContext, Metric, Row
+from eval.run.rows import DEFAULT_CACHE, AtContext, Metric, Row, at_context, by_task, default_row
 
 BRACKETS = (
     "Between brackets: for metrics and differences the ends of the 95 % interval, for times the 10th and "

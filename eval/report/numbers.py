@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from eval.core.statistics import Spread
-from eval.run.lookups import MIB
-from eval.run.rows import Metric
+from eval.run.rows import MIB, Metric
 
 NOTHING = "-"
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jinja2
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 from eval.plots import Picture
 from eval.report.content import content
@@ -47,17 +46,13 @@ def html(text: str, folder: Path) -> str:
             token.attrSet("class", "worse")
         for image in token.children or ():
             if image.type == "image":
-                _write_into(image, folder)
+                png = (folder / str(image.attrs["src"])).read_bytes()
+                image.attrSet("src", f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}")
     body = parser.renderer.render(tokens, parser.options, {})
     body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace(
         "</table>", "</table></div>"
     )
     return _environment().get_template("report.html.j2").render(sections=sections, body=body)
-
-
-def _write_into(image: Token, folder: Path) -> None:
-    png = (folder / str(image.attrs["src"])).read_bytes()
-    image.attrSet("src", f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}")
 
 
 def _environment() -> jinja2.Environment:

@@ -87,7 +87,13 @@ class Session:
         settings = self._settings
         set_seed(settings.seed)
         loaded = models.load(settings.model, settings.dtype, self._device)
-        _check_chats(loaded, settings)
+        chats = [name for name in settings.tasks if TASKS[name].needs_chat]
+        if chats and loaded.tokenizer.chat_template is None:
+            others = ", ".join(name for name, task in TASKS.items() if not task.needs_chat)
+            raise UsageError(
+                f"the model {settings.model!r} has no chat template, which {', '.join(chats)} needs; choose "
+                f"a model tuned to follow instructions, or --tasks from: {others}"
+            )
         work = {name: TASKS[name].units(loaded, settings) for name in settings.tasks}
         if self._processes.is_main:
             config = yaml.safe_dump(settings.to_dict(), sort_keys=False, allow_unicode=True)
@@ -127,13 +133,3 @@ class Session:
         )
         files.write(finished, self._folder)
         return finished
-
-
-def _check_chats(loaded: LoadedModel, settings: Settings) -> None:
-    chats = [name for name in settings.tasks if TASKS[name].needs_chat]
-    if chats and loaded.tokenizer.chat_template is None:
-        others = ", ".join(name for name, task in TASKS.items() if not task.needs_chat)
-        raise UsageError(
-            f"the model {settings.model!r} has no chat template, which {', '.join(chats)} needs; choose a "
-            f"model tuned to follow instructions, or --tasks from: {others}"
-        )

@@ -14,42 +14,48 @@ from eval.core.errors import UsageError, check_choice
 DTYPES = ("float32", "bfloat16", "float16")
 ALL = "all"
 # Integers and the least value each may take.
-_MINIMUM = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "seed": 0}
+MINIMUM = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "seed": 0}
 _DATASET_KEYS = ("dataset_config", "split", "id_column", "input_column", "reference_column", "instruction")
+
+
+def _setting(default: Any, about: str) -> Any:
+    """A field with the help of its option."""
+    return dataclasses.field(default=default, metadata={"help": about})
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One run. `resolve` builds and validates it."""
+    """One run. `resolve` builds and validates it. What is None is left to each task."""
 
-    # a name of `eval.core.models.MODELS`, a hub id, a local folder or a local `.gguf` file
-    model: str = "smollm2"
-    # names of `eval.tasks.TASKS`; `all` is every one
-    tasks: tuple[str, ...] = ("summarization", "translation", "retrieval", "perplexity")
-    # names of `eval.caches.CACHES`; `all` is every one
-    caches: tuple[str, ...] = ("dynamic", "paged", "paged-int8", "paged-int4")
-    # samples of each task; windows of `perplexity` and texts of `fidelity` count for eight. With few, windows
-    # and the contexts of `retrieval` are shorter, unless they were asked for. Six can tell two caches apart.
-    limit: int = 6
-    batch_size: int = 8  # prompts generated together, padded on the left
-    max_new_tokens: int | None = None  # tokens generated for each sample; None leaves it to each task
-    # lengths in tokens that the tasks `retrieval`, `perplexity` and `latency` look at; None leaves them to
-    # each task, as far as the model's context goes
-    contexts: tuple[int, ...] | None = None
-    # the model's dtype, and therefore the default cache's; `fp32`, `bf16` and `fp16` are understood
-    dtype: str = "float32"
-    device: str = "auto"  # a torch device, or "auto": CUDA where there is one, else the CPU
-    seed: int = 0  # chooses the samples
-    # texts for the one task that takes some: a name of `datasets`, or a local file (JSON lines, JSON, CSV,
-    # Parquet, text) or folder; None is what ships
-    dataset: str | None = None
-    dataset_config: str | None = None  # configuration of the data set
-    split: str | None = None  # of the data set
-    id_column: str | None = None  # names the sample; None numbers them
-    input_column: str | None = None  # the text; a dot reaches into nested columns (`translation.de`)
-    reference_column: str | None = None  # what answers are scored against
-    instruction: str | None = None  # the user's message, with `{input}` where the text goes
-    output: str | None = None  # the run folder; None makes `eval/runs/<timestamp>`
+    model: str = _setting("smollm2", "smollm2, a hub id, a folder or a .gguf file.")
+    tasks: tuple[str, ...] = _setting(
+        ("summarization", "translation", "retrieval", "perplexity"), "Comma-separated names of tasks, or all."
+    )
+    caches: tuple[str, ...] = _setting(
+        ("dynamic", "paged", "paged-int8", "paged-int4"), "Comma-separated names of caches, or all."
+    )
+    # Windows of `perplexity` and texts of `fidelity` count for eight. With few, windows and the contexts of
+    # `retrieval` are shorter, unless they were asked for. Six can tell two caches apart.
+    limit: int = _setting(6, "Samples of each task.")
+    batch_size: int = _setting(8, "Prompts generated together.")
+    max_new_tokens: int | None = _setting(None, "Longest answer; default: the task's.")
+    contexts: tuple[int, ...] | None = _setting(
+        None, "Comma-separated lengths for retrieval, perplexity and latency."
+    )
+    # The model's, and therefore the default cache's.
+    dtype: str = _setting("float32", "float32, bfloat16, float16; or fp32, bf16, fp16.")
+    device: str = _setting("auto", "auto, cpu, cuda, cuda:1, …")
+    seed: int = _setting(0, "Chooses the samples.")
+    dataset: str | None = _setting(
+        None, "cnn_dailymail, xsum, wmt16, any name of `datasets`, or a file; for one task."
+    )
+    dataset_config: str | None = _setting(None, "Configuration of the data set.")
+    split: str | None = _setting(None, "Split of the data set; default: test.")
+    id_column: str | None = _setting(None, "Column that names a sample.")
+    input_column: str | None = _setting(None, "Column of texts; a dot goes inside.")
+    reference_column: str | None = _setting(None, "Column of the right answers.")
+    instruction: str | None = _setting(None, "The user's message, with {input} in it.")
+    output: str | None = _setting(None, "Run folder; default: eval/runs/<timestamp>.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON and YAML write them (tuples as lists)."""
@@ -123,8 +129,8 @@ def _convert(key: str, value: Any) -> Any:
     if key == "contexts":
         parts = (int(p) if isinstance(p, str) and p.strip().isdecimal() else p for p in _parts(key, value))
         return tuple(sorted({_integer(key, part, 1) for part in parts}))
-    if key in _MINIMUM:
-        return _integer(key, value, _MINIMUM[key])
+    if key in MINIMUM:
+        return _integer(key, value, MINIMUM[key])
     if not isinstance(value, str) or not value:
         raise UsageError(f"{key} must be a non-empty string, got {value!r}")
     return value

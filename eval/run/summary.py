@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,7 @@ import numpy as np
 from eval.core.measure import Measures
 from eval.core.statistics import bootstrap_interval, spread
 from eval.run.journal import Key
-from eval.run.lookups import DEFAULT_CACHE
-from eval.run.rows import Metric, Prediction, Row
+from eval.run.rows import DEFAULT_CACHE, Metric, Prediction, Row
 from eval.tasks.base import Answer, MetricSpec, Outcome, Task
 
 FEWEST_SAMPLES = 6
@@ -107,17 +108,12 @@ def _same_tokens(answers: Sequence[Answer], theirs: Sequence[Answer] | None) -> 
     if theirs is None or not all(answer.tokens for answer in answers):
         return {}
     pairs = [(mine.tokens, their.tokens) for mine, their in zip(answers, theirs, strict=True)]
-    parted = [_first_difference(*pair) for pair in pairs if pair[0] != pair[1]]
+    # Tokens before the first that differs, or before the end of the shorter.
+    parted = [len(list(takewhile(bool, map(eq, *pair)))) for pair in pairs if pair[0] != pair[1]]
     return {
         "identical_percent": 100 * (len(pairs) - len(parted)) / len(pairs),
         "first_divergence_tokens": float(statistics.median(parted)) if parted else None,
     }
-
-
-def _first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens before the first that differs, or before the end of the shorter."""
-    pairs = enumerate(zip(mine, theirs, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(mine), len(theirs)))
 
 
 def _bits_per_value(

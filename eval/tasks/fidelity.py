@@ -21,7 +21,7 @@ from eval.core.statistics import kl_divergence
 from eval.data import text
 from eval.data.source import Source, read
 from eval.run.generate import check_context, forward, measured, prefill
-from eval.run.lookups import DEFAULT_CACHE
+from eval.run.rows import DEFAULT_CACHE
 from eval.run.settings import Settings
 
 from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of

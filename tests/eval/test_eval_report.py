@@ -14,8 +14,8 @@ from eval import plots, report
 from eval.core.errors import UsageError
 from eval.core.statistics import Spread
 from eval.report import numbers
-from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells
 from eval.report.render import markdown
+from eval.report.terminal import COLUMNS, DIFFERENCE_RULE, cells
 from eval.run.rows import Metric, Prediction, Row, Run
 from tests.eval.fake_runs import ATTACK, BITS, CONTEXTS, FAILED, MISSING, few_rows, full_run
 

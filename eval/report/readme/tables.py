@@ -12,8 +12,7 @@ import jinja2
 from eval.core import results
 from eval.core.errors import UsageError
 from eval.report.files import read as read_run
-from eval.run.lookups import DEFAULT_CACHE, MIB, problems
-from eval.run.rows import Metric
+from eval.run.rows import DEFAULT_CACHE, MIB, Metric, problems
 
 NAMES = ("caches", "speed", "quality", "formats")
 """A new one is a name here, `NAME.md.j2` beside this file, and a pair of markers in the README."""
