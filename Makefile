@@ -33,7 +33,7 @@ test-oldest: $(OLDEST_VENV)/.ready
 	$(OLDEST_VENV)/bin/python $(PYTEST) -m "not slow and not full" \
 		tests/host tests/attention tests/cases tests/cache/test_quantized_cache.py tests/cache/test_fork.py \
 		tests/store/test_key_guard.py tests/kernels/test_triton.py tests/kernels/test_triton_quantized.py \
-		tests/forward/test_left_padding.py tests/forward/test_positions.py tests/eval/test_zoo_subset.py \
+		tests/forward/test_left_padding.py tests/forward/test_positions.py tests/eval/zoo/test_zoo_subset.py \
 		tests/tools/test_planner.py tests/tools/test_format_sizes.py tests/tools/test_cli.py tests/tools/test_doctor.py \
 		tests/tools/test_timeline.py tests/display/test_html.py
 	$(OLDEST_VENV)/bin/python -m dev.aot --targets sm_90

@@ -47,7 +47,7 @@ def main() -> int:
             "HF_PAGED_CACHE_CPU_ISA": isa,
             "HF_PAGED_CACHE_CXXFLAGS": FLAGS,
             "LD_PRELOAD": runtime,
-            "PYTHONMALLOC": "malloc",  # the structs handed to the kernel lie in Python's memory
+            "PYTHONMALLOC": "malloc",  # the structs handed to the kernel lie in bytes objects
             "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }

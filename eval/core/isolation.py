@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections import deque
@@ -241,10 +242,19 @@ def _serve(function: Callable[..., Any], pipe: Connection, log: str) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     _pipe = pipe
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe.send((_READY, None))
     with contextlib.suppress(EOFError):
         while True:
             pipe.send(_call(function, pipe.recv()))
+
+
+def _end_with_parent() -> None:
+    """Nobody else would end this process if its parent was killed during a call."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has been started by somebody"
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:

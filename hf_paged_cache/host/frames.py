@@ -59,10 +59,12 @@ class Frame:
         if frame is None:
             return cls(None)
         mark = frame.f_locals.get(_MARK)
-        if not isinstance(mark, _Mark):
-            # Names that the function does not have stay with its frame, and nobody else sees them.
-            mark = frame.f_locals[_MARK] = _Mark(cls(frame))
-        return mark.owner
+        if isinstance(mark, _Mark) and mark.owner is not None:
+            return mark.owner
+        owner = cls(frame)
+        # Names that the function does not have stay with its frame, and nobody else sees them.
+        frame.f_locals[_MARK] = _Mark(owner)
+        return owner
 
     @classmethod
     def here(cls) -> Frame:
@@ -119,12 +121,15 @@ class Frame:
 class _Mark:
     """Lies beside the variables of a frame, and goes with them."""
 
+    owner: Frame | None = None  # of a mark that an interrupt has kept from being made
+
     def __init__(self, owner: Frame) -> None:
         self.owner = owner
         owner._mark = weakref.ref(self)
 
     def __del__(self) -> None:
-        self.owner._end(sys._getframe(0).f_back)
+        if self.owner is not None:
+            self.owner._end(sys._getframe(0).f_back)
 
 
 def _position(frame: FrameType | None) -> tuple[int, int] | None:

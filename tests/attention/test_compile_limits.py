@@ -183,7 +183,7 @@ def test_first_forward_that_was_interrupted_is_taken_back_also_before_the_first_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_key_value_heads": 4}, "2 kv heads, head_dim 16"),
+        pytest.param({"num_key_value_heads": 4}, "2 kv heads, head_dim 16", marks=pytest.mark.full),
         ({"dtype": torch.bfloat16}, "torch.float32; got K"),
         ({}, "were not computed by this model"),
     ],

@@ -29,7 +29,7 @@ from tests.support.models import (
     shared_model,
 )
 
-NEW_TOKENS = 44
+NEW_TOKENS = 30
 PROMPT_TOKENS = 37
 SECOND_TURN_TOKENS = 19
 

@@ -32,7 +32,8 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 def test_processes_that_compile_at_once_leave_one_good_library(tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_PAGED_CACHE_DIR": str(tmp_path), "HF_PAGED_CACHE_CPU_ISA": "portable"}
+    settings = {"DIR": str(tmp_path), "CPU_ISA": "portable", "CXXFLAGS": "-O0"}  # which compiles sooner
+    environment = {**os.environ, **{f"HF_PAGED_CACHE_{name}": value for name, value in settings.items()}}
     command = [sys.executable, "-c", PROGRAM]
     processes = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

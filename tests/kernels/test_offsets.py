@@ -91,7 +91,12 @@ def form_named(name: str) -> RecordFormat | None:
 
 
 @pytest.mark.parametrize(
-    ("backend_name", "name"), [(b, name) for b in BACKENDS for name in SLOW.get(b, FORMATS)]
+    ("backend_name", "name"),
+    [
+        pytest.param(b, name, marks=[pytest.mark.full] * ((b, name) == ("triton", "int8")))
+        for b in BACKENDS
+        for name in SLOW.get(b, FORMATS)
+    ],
 )
 def test_a_row_is_stored_and_read_as_the_same_row_alone(backend_name: str, name: str) -> None:
     backend = module_of(backend_name)

@@ -138,7 +138,10 @@ def test_a_try_that_tells_nothing_of_the_device_is_made_again(
     assert triton.unusable_reason(GPU) is None
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "prompt", "new"), [("auto", 470, 60), ("int4", 21, 80)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "prompt", "new"),
+    [pytest.param("auto", 470, 60, marks=pytest.mark.full), ("int4", 21, 80)],
+)
 def test_a_generation_compiles_nothing_after_its_first_decode_step(
     kv_cache_dtype: str, prompt: int, new: int
 ) -> None:

@@ -59,7 +59,7 @@ class _Native:
     It keeps alive what `struct` points into, and holds good as long as those are the tensors of the blocks.
     """
 
-    struct: structs.Blocks
+    struct: bytes
     tensors: tuple[torch.Tensor | None, ...]  # keys, values, table, records, offsets
     shape: tuple[int, int, int]  # batch, head_dim, kv_heads
     v_head_dim: int
@@ -92,7 +92,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     Raises:
         build.BuildError: The library takes other structs.
     """
-    integer, array, blocks = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(structs.Blocks)
+    integer, array, struct_bytes = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
     for struct in (structs.Blocks, structs.Call, structs.Tokens):
         function = getattr(handle, f"paged_bytes_of_{struct.__name__.lower()}")
         function.restype = integer
@@ -103,9 +103,9 @@ def _declare(handle: ctypes.CDLL) -> None:
                 "different versions."
             )
     for function in (handle.paged_decode, handle.paged_write, handle.paged_gather):
-        function.argtypes = [blocks, ctypes.c_char_p]
+        function.argtypes = [struct_bytes, struct_bytes]
     for function in (handle.paged_encode_blocks, handle.paged_decode_blocks):
-        function.argtypes = [blocks, array, array, integer, integer]
+        function.argtypes = [struct_bytes, array, array, integer, integer]
     handle.paged_copy_blocks.argtypes = [integer, integer, array, array, integer, integer]
     handle.paged_copy_blocks.restype = None
     handle.paged_scratch_bytes.restype = integer
@@ -176,10 +176,7 @@ def _prepare(blocks: LayerBlocks) -> _Native:
     return native
 
 
-def _check(status: int) -> None:
-    """Raise what a status means."""
-    if status == 0:
-        return
+def _fail(status: int) -> None:
     if status == _OUT_OF_MEMORY:
         raise MemoryError("no memory for the working space of paged attention")
     if status == _BLOCK_OUT_OF_RANGE:
@@ -212,7 +209,8 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
     keys, values = key_states.data_ptr(), value_states.data_ptr()
     counts = (tokens, start, torch.get_num_threads())
     fresh = _pack_tokens(keys, *key_strides[:3], values, *value_strides[:3], *counts)
-    _check(_library().handle.paged_write(native.struct, fresh))
+    if status := _library().handle.paged_write(native.struct, fresh):
+        _fail(status)
 
 
 def decode(
@@ -247,7 +245,8 @@ def decode(
         *((0, 0, 0, 0, 0, 0) if mask is None else (mask.data_ptr(), _MASK_TYPES[mask.dtype], *mask.stride())),
         torch.get_num_threads(),
     )
-    _check(_library().handle.paged_decode(native.struct, call))
+    if status := _library().handle.paged_decode(native.struct, call):
+        _fail(status)
     return out, lse
 
 
@@ -265,7 +264,8 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     values = new((batch, kv_heads, end - start, native.v_head_dim), dtype=native.dtype)
     to_keys, to_values = ((x.data_ptr(), *x.stride()[:3]) for x in (keys, values))
     wanted = _pack_tokens(*to_keys, *to_values, end - start, start, torch.get_num_threads())
-    _check(_library().handle.paged_gather(native.struct, wanted))
+    if status := _library().handle.paged_gather(native.struct, wanted):
+        _fail(status)
     return keys, values
 
 
@@ -320,8 +320,9 @@ def _convert(
         records=records.flatten(1, 2),
         form=form,
     )
-    struct = _prepare(one_layer).struct
-    _check(function(struct, _integers(slots), _integers(ids), count, torch.get_num_threads()))
+    arrays = (_integers(slots), _integers(ids))
+    if status := function(_prepare(one_layer).struct, *arrays, count, torch.get_num_threads()):
+        _fail(status)
 
 
 def _expand_mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:

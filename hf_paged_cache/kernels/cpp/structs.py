@@ -118,7 +118,7 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
     return None
 
 
-def blocks_struct(blocks: LayerBlocks) -> Blocks:
+def blocks_struct(blocks: LayerBlocks) -> bytes:
     """The struct of blocks that are supported; holds good until a tensor of theirs is replaced."""
     keys, values, offsets = blocks.keys, blocks.values, blocks.offsets
     if values.shape[:3] != keys.shape[:3]:
@@ -137,7 +137,7 @@ def blocks_struct(blocks: LayerBlocks) -> Blocks:
     else:
         _check_records(records, form, keys, values)
         of_records = Records(records.data_ptr(), *records.shape[:1], *records.stride()[:2], form.nbytes)
-    return Blocks(
+    packed = Blocks(
         keys=_side(keys, "keys", form),
         values=_side(values, "values", form),
         table=blocks.table.data_ptr(),
@@ -150,6 +150,7 @@ def blocks_struct(blocks: LayerBlocks) -> Blocks:
         block_size=block_size,
         records=of_records,
     )
+    return bytes(packed)
 
 
 def _check_records(

@@ -283,10 +283,10 @@ def _largest(part_ptr, splits, rows, row, largest, V_HEAD_DIM: tl.constexpr, S: 
 
 @triton.jit
 def _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM: tl.constexpr, E: tl.constexpr, S: tl.constexpr):
-    """Sums of values `[1, E]` and of weights of a row's parts."""
+    """Sums of values `[E]` and of weights of a row's parts."""
     part_max_ptr, part_sum_ptr = part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
     e = tl.arange(0, E)
-    acc = tl.zeros([1, E], tl.float32)
+    acc = tl.zeros([E], tl.float32)
     total = 0.0
     for first in range(0, splits, S):
         s = first + tl.arange(0, S)
@@ -299,7 +299,7 @@ def _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM: tl.constexpr, E: tl.c
             other=0.0,
         )  # [S, E]
         total += tl.sum(weight * part_sum, 0)
-        acc += tl.sum(weight[:, None] * part, 0, keep_dims=True)
+        acc += tl.sum(weight[:, None] * part, 0)
     return acc, total
 
 
@@ -342,7 +342,7 @@ def merge_kernel(
 
     acc, total = _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM, E, S)
     if V_STEPS > 0:
-        acc = unrotate(acc, V_STEPS)
+        acc = tl.reshape(unrotate(acc[None, :], V_STEPS), [E])
     if QUANTIZED:
         dense_acc, dense_total = _summed(dense_part_ptr, dense_splits, rows, row, base, V_HEAD_DIM, E, S)
         acc += dense_acc
@@ -355,9 +355,5 @@ def merge_kernel(
     lse = tl.where(nothing, -float("inf"), base + tl.log2(total) / LOG2E)
     e = tl.arange(0, E)
     out_row = (b.to(tl.int64) * q_tokens + query_index) * Q_HEADS + q_head
-    tl.store(
-        out_ptr + out_row * V_HEAD_DIM + e[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=e[None, :] < V_HEAD_DIM,
-    )
+    tl.store(out_ptr + out_row * V_HEAD_DIM + e, out.to(out_ptr.dtype.element_ty), mask=e < V_HEAD_DIM)
     tl.store(lse_ptr + row, lse)

@@ -21,9 +21,18 @@ import triton
 import triton.language as tl
 
 
+# In which order offsets are added decides on registers: loads of values and of bytes each have their best.
 @triton.jit
-def _load(codes_ptr, n, stored, SIDE: tl.constexpr):
-    """Values of a plain pool, or codes of a byte, `[N, D]`, 0 where nothing may be read."""
+def _load_plain(codes_ptr, n, stored, SIDE: tl.constexpr):
+    """Values of a plain pool `[N, D]`, 0 where nothing may be read."""
+    d = tl.arange(0, SIDE.padded)
+    offsets = n[:, None] * SIDE.row + d[None, :]
+    return tl.load(codes_ptr + offsets, mask=stored[:, None] & (d[None, :] < SIDE.dim), other=0.0)
+
+
+@triton.jit
+def _load_bytes(codes_ptr, n, stored, SIDE: tl.constexpr):
+    """Codes of a byte, uint8 `[N, D]`, 0 where nothing may be read."""
     d = tl.arange(0, SIDE.padded)
     return tl.load(
         codes_ptr + n[:, None] * SIDE.row + d[None, :],
@@ -162,27 +171,27 @@ def _product(query, keys, K: tl.constexpr):
 @triton.jit
 def score_plain(query, codes_ptr, params_ptr, slot, n, stored, K: tl.constexpr):
     """The model's dtype."""
-    return _product(query, _load(codes_ptr, n, stored, K), K)
+    return _product(query, _load_plain(codes_ptr, n, stored, K), K)
 
 
 @triton.jit
 def score_int8_token(query, codes_ptr, params_ptr, slot, n, stored, K: tl.constexpr):
     """Rotated int8, a scale a token."""
-    score = _product(query, _signed(_load(codes_ptr, n, stored, K), K.dtype), K)
+    score = _product(query, _signed(_load_bytes(codes_ptr, n, stored, K), K.dtype), K)
     return score * _param(params_ptr + slot, n, stored)[None, :]
 
 
 @triton.jit
 def score_fp8_token(query, codes_ptr, params_ptr, slot, n, stored, K: tl.constexpr):
     """e4m3, a scale a token."""
-    score = _product(query, _fp8(_load(codes_ptr, n, stored, K), K.dtype), K)
+    score = _product(query, _fp8(_load_bytes(codes_ptr, n, stored, K), K.dtype), K)
     return score * (_param(params_ptr + slot, n, stored) * FP8_UNIT)[None, :]
 
 
 @triton.jit
 def score_int8_block(query, codes_ptr, params_ptr, slot, n, stored, K: tl.constexpr):
     """Bytes, a scale and a zero a block."""
-    score = _product(query, _widened(_load(codes_ptr, n, stored, K), 0.0, K.dtype), K)
+    score = _product(query, _widened(_load_bytes(codes_ptr, n, stored, K), 0.0, K.dtype), K)
     scale, zero = tl.load(params_ptr).to(tl.float32), tl.load(params_ptr + 1).to(tl.float32)
     return score * scale + (tl.sum(query.to(tl.float32), 1) * zero)[:, None]
 
@@ -236,7 +245,7 @@ def add_plain(
     acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
 ):
     """The model's dtype."""
-    values = _load(codes_ptr, n, stored, V)
+    values = _load_plain(codes_ptr, n, stored, V)
     if V.has_hidden:
         # A weight of 0 does not silence a NaN.
         values = tl.where(visible[:, None], values, 0.0)

@@ -66,12 +66,11 @@ int for_each(int64_t count, int64_t threads, [[maybe_unused]] bool is_much, F f)
     }
   };
   [[maybe_unused]] const bool parallel = is_much && threads > 1 && count > 1;
-#pragma omp parallel num_threads(static_cast<int>(threads)) if (parallel)
   if constexpr (kAlike) {
-#pragma omp for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (parallel)
     for (int64_t i = 0; i < count; ++i) work(i);
   } else {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(threads)) if (parallel)
     for (int64_t i = 0; i < count; ++i) work(i);
   }
   return worst.load();

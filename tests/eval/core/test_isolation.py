@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from eval.core.isolation import NO_TIME, Call, Outcome, Workers
-from tests.eval.isolated_calls import act, variable
+from tests.eval.core.isolated_calls import act, variable
 
 
 def run(*names: str, limit_s: float = 30.0, within_s: float = 30.0, **options: Any) -> dict[str, Outcome]:
@@ -70,7 +73,7 @@ def test_processes_that_do_not_start_are_not_started_for_ever() -> None:
 
 
 def test_each_call_may_have_a_process_of_its_own_from_a_server() -> None:
-    found = run(*"abc", one_call_each=True, jobs=2, preload=["tests.eval.isolated_calls"])
+    found = run(*"abc", one_call_each=True, jobs=2, preload=["tests.eval.core.isolated_calls"])
     assert len({outcome.value for outcome in found.values()}) == 3
 
 
@@ -97,3 +100,26 @@ def test_leaving_off_kills_what_runs() -> None:
     next(outcomes)
     outcomes.close()
     assert time.monotonic() - started_s < 20
+
+
+def test_a_worker_ends_with_the_process_that_has_started_it() -> None:
+    code = (
+        "from eval.core.isolation import Workers\nfrom tests.eval.isolated_calls import act\n"
+        "Workers(act, on_event=lambda pid: print(pid, flush=True)).one('tell_and_hang')"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    for _ in range(100):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        if (
+            Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z"
+        ):  # ended, and nobody asks for its status
+            return
+        time.sleep(0.1)
+    raise AssertionError("the worker still runs")

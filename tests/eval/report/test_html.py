@@ -12,7 +12,7 @@ from eval.plots import Picture
 from eval.report.content import NO_PICTURES
 from eval.report.render import html, markdown
 from eval.run.rows import Row
-from tests.eval.fake_runs import ATTACK, few_rows, full_run
+from tests.eval.report.fake_runs import ATTACK, few_rows, full_run
 
 _VOID = {"meta", "img"}
 _LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}

@@ -20,6 +20,9 @@ def act(name: str) -> object:
         raise RuntimeError("illegal memory access")
     if what == "tell":
         tell(name)
+    if what == "tell_and_hang":
+        tell(os.getpid())
+        time.sleep(60)
     return Last(os.getpid()) if what == "last" else os.getpid()
 
 

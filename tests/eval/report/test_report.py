@@ -17,7 +17,7 @@ from eval.report import numbers
 from eval.report.render import markdown
 from eval.report.terminal import COLUMNS, DIFFERENCE_RULE, cells
 from eval.run.rows import Metric, Prediction, Row, Run
-from tests.eval.fake_runs import ATTACK, BITS, CONTEXTS, FAILED, MISSING, few_rows, full_run
+from tests.eval.report.fake_runs import ATTACK, BITS, CONTEXTS, FAILED, MISSING, few_rows, full_run
 
 SPREAD = Spread(80.0, 70.0, 95.5, 40)
 DEFAULT = Row(

@@ -20,10 +20,10 @@ from eval.gpu import cases, cli, kernels, plan
 from eval.gpu.items import Item, Record
 from eval.gpu.plan import Settings
 from eval.gpu.worker import run_item
-from tests.eval.gpu_items import crash, fine
+from tests.eval.gpu.gpu_items import crash, fine
 from tests.kernels import cases as tables
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LIGHT = ("datasets", "pandas", "matplotlib", "pytest")
 """Packages that a bare GPU machine may lack."""
 

@@ -20,7 +20,7 @@ from eval.core.table import Row, WrongAnswer
 from eval.core.timing import STEPS, Timings
 from hf_paged_cache import PagedCache
 from hf_paged_cache.store.pool_tensors import LayerPool
-from tests.eval.test_bench import tiny_llama
+from tests.eval.bench.test_bench import tiny_llama
 
 TINY = Shape("tiny", 4, 2, 16)
 READER = Reader("reader", 1000, lambda: sum(range(100)))

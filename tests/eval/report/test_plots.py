@@ -13,7 +13,7 @@ from eval import plots, report
 from eval.plots.looks import looks_of, spaced
 from eval.report.content import NO_PICTURES
 from eval.run.rows import HeatCell, Metric, Row
-from tests.eval.fake_runs import BITS, CONTEXTS, DEPTHS, FAILED, LENGTHS, MISSING, few_rows, full_run
+from tests.eval.report.fake_runs import BITS, CONTEXTS, DEPTHS, FAILED, LENGTHS, MISSING, few_rows, full_run
 
 pytest.importorskip("matplotlib")
 from eval.plots import bars, frontier, heat, lines

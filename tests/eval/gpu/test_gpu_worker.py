@@ -11,7 +11,7 @@ from eval.gpu import plan, worker
 from eval.gpu.items import Item, Record
 from eval.gpu.plan import Settings
 from eval.gpu.worker import run_item, run_one
-from tests.eval.gpu_items import crash, fine
+from tests.eval.gpu.gpu_items import crash, fine
 
 # --- the time -----------------------------------------------------------------------------------------------
 
