@@ -6,7 +6,7 @@ import time
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -53,7 +53,7 @@ def quality(
     from eval.core import device, models, results, table
     from eval.core.progress import Progress
     from eval.data import text
-    from eval.quality import protocol, schemes, tables
+    from eval.quality import picture, protocol, schemes, tables
 
     with usage_errors():
         selected = schemes.chosen(only, quick=quick, defaults=defaults)
@@ -89,15 +89,9 @@ def quality(
             [result.to_dict() for result in found],
         )
         write_results(json_file, results.to_json(document, indent=2) + "\n")
-        _draw(console, found, json_file.with_suffix(".png"))
+        is_drawn = picture.draw(found, json_file.with_suffix(".png"))
+        drawn = f"{json_file} and {json_file.with_suffix('.png').name} are written"
+        missing = "no picture: pip install 'hf-paged-cache[plots]'"
+        console.print(drawn if is_drawn else missing, highlight=False, markup=False)
     if not all(bound.holds for row in found_rows for bound in row.bounds):
         raise typer.Exit(EXIT_WRONG)
-
-
-def _draw(console: Any, results: list[Any], path: Path) -> None:
-    from eval.quality import picture
-
-    if picture.draw(results, path):
-        console.print(f"{path.with_suffix('.json')} and {path.name} are written", highlight=False)
-    else:
-        console.print("no picture: pip install 'hf-paged-cache[plots]'", highlight=False, markup=False)
