@@ -11,7 +11,7 @@ from eval import report
 from eval.plots import Picture
 from eval.report.content import NO_PICTURES
 from eval.report.render import html, markdown
-from eval.run.rows import Row
+from eval.run.rows import Prediction, Row
 from tests.eval.report.fake_runs import ATTACK, few_rows, full_run
 
 _VOID = {"meta", "img"}
@@ -80,6 +80,16 @@ def test_pictures_are_written_into_it_with_a_text_for_those_who_cannot_see(page:
 def test_an_answer_of_a_model_is_shown_and_cannot_inject_html(page: _Page, tmp_path: Path) -> None:
     assert any(ATTACK in text for text in page.texts)
     assert sum(tag == "img" for tag, _ in page.elements) == 1
+
+
+def test_what_means_something_to_markdown_is_shown_as_it_is(tmp_path: Path) -> None:
+    text = r"a_b _c_ *d* `e` \* \\ [f](g) ![h](i.png) &amp; ~~j~~ $k$ <i> a|b \| https://l.m # n 1. o"
+    answer = Prediction("summarization", "dynamic", "first", text, "", None)
+    settings = {"odd": text}
+    run = dataclasses.replace(few_rows(), predictions=[answer], settings=settings)
+    page = _Page(html(markdown(run, []), tmp_path))
+    assert sum(text in found for found in page.texts) == 2
+    assert "img" not in {tag for tag, _ in page.elements}
 
 
 @pytest.mark.parametrize("field", ["cache", "task", "problem", "source", "title", "setting"])
