@@ -97,11 +97,11 @@ def fastest(budget_s: float) -> tuple[Reader, list[Row]]:
     candidates = readers()
     timings = interleave([r.contender() for r in candidates], budget_s=budget_s)
     best = max(candidates, key=lambda reader: reader.bytes_per_s(timings))
-    rows: list[dict[str, Cell]] = [
-        {"method": r.name, "gb_per_s": r.bytes_per_s(timings) / 1e9, "best": "best" if r is best else None}
-        for r in candidates
+    speeds = {r.name: r.bytes_per_s(timings) / 1e9 for r in candidates}
+    return best, [
+        Row({"method": name, "gb_per_s": speed, "best": "best" if name == best.name else None})
+        for name, speed in speeds.items()
     ]
-    return best, [Row(cells) for cells in rows]
 
 
 def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
