@@ -40,7 +40,7 @@ def bench(
 
 
 def run(only: str | None, quick: bool, json_file: Path | None) -> None:
-    """Run the kernel tests, then the benches; print their tables and what is required, write the JSON file."""
+    """Run the kernel tests, then the benches; print tables and what is required, write the JSON file."""
     console = terminal()
     import torch
 

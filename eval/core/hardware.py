@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -73,11 +74,7 @@ class Device:
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
 
     def graph_of(self, step: Callable[[], object]) -> Callable[[], object]:
-        """The launches of a step, recorded after three runs on a side stream; calling it replays them.
-
-        Raises:
-            Skip: not on this device.
-        """
+        """The launches of a step, recorded after three runs on a side stream; calling it replays them."""
         if not self.is_gpu:
             raise Skip(NEEDS_GPU)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -92,11 +89,7 @@ class Device:
         return graph.replay
 
     def launches_of(self, step: Callable[[], object]) -> list[str]:
-        """Names of the kernels that a step launches, memory copies included, as the profiler sees them.
-
-        Raises:
-            Skip: not on this device, or it sees none.
-        """
+        """Names of the kernels that a step launches, memory copies included, as the profiler sees them."""
         from torch.profiler import ProfilerActivity, profile
 
         if not self.is_gpu:
@@ -112,11 +105,7 @@ class Device:
         return found
 
     def check_room(self, needed: float) -> None:
-        """See that a GPU can still allocate so many bytes.
-
-        Raises:
-            Skip: it cannot.
-        """
+        """See that a GPU can still allocate so many bytes; `Skip` if it cannot."""
         if not self.is_gpu:
             return
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -136,8 +125,10 @@ class Device:
 
     def cache_bytes(self) -> int:
         """Size of the cache between the memory and the cores; 32 MiB where the system does not say."""
-        if self.is_gpu or self.is_toy:
-            return torch.cuda.get_device_properties(0).L2_cache_size if self.is_gpu else _TOY_CACHE_BYTES
+        if self.is_gpu:
+            return torch.cuda.get_device_properties(0).L2_cache_size
+        if self.is_toy:
+            return _TOY_CACHE_BYTES
         try:
             text = _L3_SIZE.read_text(encoding="ascii").strip()
         except OSError:
@@ -164,12 +155,9 @@ class Device:
         """Inside, a `PagedCache` that is asked to be compileable is so on this device."""
         from hf_paged_cache.store import static_group
 
-        before = static_group.DEVICES
-        static_group.DEVICES = before | {self.torch_device.type}
-        try:
+        devices = static_group.DEVICES | {self.torch_device.type}
+        with mock.patch.object(static_group, "DEVICES", devices):
             yield
-        finally:
-            static_group.DEVICES = before
 
     def compile_options(self) -> dict[str, Any]:
         """Arguments with which `generate` compiles the decode step here as by itself on a GPU."""
