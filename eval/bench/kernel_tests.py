@@ -14,7 +14,6 @@ import os
 import platform
 import shlex
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,8 +26,7 @@ from eval.core.isolation import Workers, tell
 if TYPE_CHECKING:
     import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout that this file is in."""
+ROOT = Path(__file__).resolve().parents[2]  # the checkout that this file is in
 FOLDER = "tests/kernels"
 FILES = {
     "cpp": ("test_cpp.py", "test_cpp_quantized.py", "test_prefill.py"),
@@ -94,9 +92,8 @@ class Outcome:
     from_earlier_run: bool = False
 
     def __str__(self) -> str:
-        when = (
-            f"on {self.finished}, nothing changed since" if self.from_earlier_run else f"{self.seconds:.0f} s"
-        )
+        earlier = f"on {self.finished}, nothing changed since"
+        when = earlier if self.from_earlier_run else f"{self.seconds:.0f} s"
         return f"kernel tests ({self.backend}): {self.passed} passed, {self.skipped} skipped, {when}"
 
 
@@ -236,13 +233,9 @@ def note(name: str, made: str, outcome: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         path = _path(name)
         library_folder.make(path.parent)
-        handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"digest": made, "outcome": outcome}, file, indent=1)
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps({"digest": made, "outcome": outcome}, indent=1), encoding="utf-8")
+        os.replace(draft, path)
 
 
 def _path(name: str) -> Path:

@@ -39,9 +39,7 @@ class Reader:
     def percent(self, timings: Timings, name: str, read_bytes: float) -> float:
         """Bandwidth of a contender that reads so many bytes in a step, of this reader's in its rounds."""
         rounds = zip(timings.seconds[name], timings.seconds[self.name], strict=True)
-        return 100 * statistics.median(
-            (read_bytes / theirs) / (self.bytes_read / ours) for theirs, ours in rounds
-        )
+        return 100 * statistics.median(read_bytes / a / (self.bytes_read / b) for a, b in rounds)
 
     def cells(self, timings: Timings, name: str, read_bytes: float) -> dict[str, Cell]:
         """The cells of `COLUMNS` for a contender that reads so many bytes in a step."""

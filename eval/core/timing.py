@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from eval.core.hardware import CPU, Device
 
-STEPS = 3
-"""Steps of one contender in a row."""
+STEPS = 3  # steps of one contender in a row
 _TURN_S = 0.008
 _MAX_REPEATS = 200
 

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_JOBS = 12
-MAX_DEATHS = 6
-"""Workers of one job that may die; each one means that an item took it down."""
-GRACE_S = 10.0
-"""How long after its limit an item's process is killed: the item cannot stop itself."""
+MAX_DEATHS = 6  # workers of one job that may die; each one means that an item took it down
+GRACE_S = 10.0  # how long after its limit an item's process is killed: the item cannot stop itself
 FILE_NAME = "gpu_check.json"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -111,10 +109,7 @@ def check(settings: Settings, path: Path, *, items_of: ItemsOf = plan.items_of, 
             report.say(f"{phase}: sections {', '.join(letters)}, {ends - begun:.0f} s at most")
             report.write()
             items = _items(letters, settings, items_of, report)
-            calls = [
-                Call((settings, *place), item.limit_s + GRACE_S, item.needs_s)
-                for place, item in items.items()
-            ]
+            calls = [Call((settings, *key), x.limit_s + GRACE_S, x.needs_s) for key, x in items.items()]
             jobs = settings.jobs if phase == CORRECTNESS else 1
             with contextlib.closing(run(settings, calls, ends, jobs)) as outcomes:
                 for outcome in outcomes:

@@ -20,10 +20,8 @@ from eval.gpu.plan import Item, Record, Settings
 
 models = shared("support.models")
 FAMILIES = ("llama", "mistral", "gemma2")
-TIE = 1e-4
-"""Two logits as close as this, relative to the largest, are a tie that rounding decides."""
-MAX_ERROR_OVER_HOST = 1.15
-"""Of the error of bfloat16 logits against float32 ones, the host's cache having 1."""
+TIE = 1e-4  # two logits as close as this, relative to the largest, are a tie that rounding decides
+MAX_ERROR_OVER_HOST = 1.15  # of the error of bfloat16 logits against float32 ones, the host's cache having 1
 
 
 @dataclass(frozen=True)

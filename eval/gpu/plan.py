@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BUDGET_S = 480.0
 DRY_RUN_BUDGET_S = 180.0
-RESERVE_S = 8.0
-"""Kept back for stopping workers and for the report."""
+RESERVE_S = 8.0  # kept back for stopping workers and for the report
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SAY_EVERY_S = 5.0
-MAX_LISTED = 12
-"""Failures, and skipped items, that are listed; the file has all."""
+MAX_LISTED = 12  # failures, and skipped items, that are listed; the file has all
 MAX_CHARS = 160
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -96,14 +95,9 @@ class Report:
             }
             for letter in self.settings.sections
         }
-        content = document(
-            self.environment,
-            asdict(self.settings),
-            [result.to_dict() for result in self.results()],
-            finished=self.finished,
-            exit_code=self.exit_code,
-            sections=sections,
-        )
+        more = {"finished": self.finished, "exit_code": self.exit_code, "sections": sections}
+        results = [result.to_dict() for result in self.results()]
+        content = document(self.environment, asdict(self.settings), results, **more)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".json.part")
         draft.write_text(to_json(content, indent=1) + "\n", encoding="utf-8")

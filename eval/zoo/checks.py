@@ -23,8 +23,7 @@ IGNORED = "ignored"
 REFUSED = "refused"
 NO_REFERENCE = "no reference"
 
-WRONG = (DIFFERENT, FAILED, IGNORED)
-"""Verdicts that must not be, where the default cache is equal."""
+WRONG = (DIFFERENT, FAILED, IGNORED)  # verdicts that must not be, where the default cache is equal
 
 _NEW_TOKENS = 12
 _MORE_TOKENS = 5

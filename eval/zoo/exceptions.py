@@ -7,8 +7,7 @@ from typing import Any
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SPARSE, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 
-UNSET = object()
-"""Stands for a field that is left to the config class."""
+UNSET = object()  # stands for a field that is left to the config class
 
 _WINDOW = {"sliding_window": 8}
 _ALTERNATING = {**_WINDOW, "layer_types": [SLIDING, FULL] * 2}

@@ -20,9 +20,7 @@ class Reads:
     """What was done last with each layer's stored tokens, while `watch` looked."""
 
     def __init__(self) -> None:
-        self._last: dict[
-            int, tuple[str, Any]
-        ] = {}  # by id of blocks, held to keep it theirs
+        self._last: dict[int, tuple[str, Any]] = {}  # by id of blocks, held to keep it theirs
 
     def note(self, blocks: Any, how: str) -> None:
         """A layer's blocks were read."""

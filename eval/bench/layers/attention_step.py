@@ -23,8 +23,7 @@ from eval.core.timing import Contender, interleave
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """RMS error ratio against attention computed in float64."""
 MIN_SPEEDUP = {torch.float32: 3.5, torch.bfloat16: 3.0}
-MIN_PERCENT = {torch.float32: 55.0}
-"""Of the machine's bandwidth."""
+MIN_PERCENT = {torch.float32: 55.0}  # of the machine's bandwidth
 LONG_TOKENS = 8192
 
 COLUMNS = (

@@ -20,11 +20,9 @@ from hf_paged_cache.config import LayerDtype
 
 FORMATS: tuple[LayerDtype, ...] = ("auto", "int8", "fp8", "k8v4", "int4")
 STOCK = "quanto"
-STOCK_LAYERS = 2
-"""It computes for so long that nothing is gained by memory that is near."""
+STOCK_LAYERS = 2  # it computes for so long that nothing is gained by memory that is near
 LEAST_BITS = 4.5
-TOLERANCE = 1e-3
-"""RMS error ratio against attention in float64 over the K and V that the cache gives back."""
+TOLERANCE = 1e-3  # RMS error ratio against attention in float64 over the K and V that the cache gives back
 MIN_SPEEDUP = {
     ("Llama-3-8B", "int8", 8192): 9.0,
     ("Llama-3-8B", "int4", 8192): 10.0,

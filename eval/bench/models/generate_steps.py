@@ -20,13 +20,11 @@ from eval.core.hardware import Device
 from eval.core.table import Cell, Column, Row, WrongAnswer, fixed, required, scientific
 from hf_paged_cache.host.compat import cache_argument
 
-EAGER = ("dynamic", "paged")
-"""Timed in turns; the others, whose first steps are slow, one by one."""
+EAGER = ("dynamic", "paged")  # timed in turns; the others, whose first steps are slow, one by one
 COMPILED = ("paged_compiled", "static")
 MIN_SPEEDUPS = {(8, 32768): 2.0, (1, 512): 1.0}
 """Of `PagedCache` over `DynamicCache` on a GPU, by batch and tokens."""
-MAX_LOGITS_ERROR = 0.1
-"""RMS ratio of bfloat16 logits between two caches."""
+MAX_LOGITS_ERROR = 0.1  # RMS ratio of bfloat16 logits between two caches
 BLOCK_SIZE = 64
 
 COLUMNS = (

@@ -15,8 +15,7 @@ from eval.core.timing import Contender, interleave
 
 PROMPT_TOKENS = 2048
 CHUNK_TOKENS = 512
-MIN_SPEEDUP = 0.95
-"""Within 5 %."""
+MIN_SPEEDUP = 0.95  # within 5 %
 _NAMES = ("dynamic", "paged")
 
 COLUMNS = (

@@ -16,8 +16,7 @@ FORMATS = ("int4", "int8_block", "int4_group")
 """Formats that encode whole blocks; the others encode each token as it comes."""
 REQUIRED = "int4"
 CONTEXT_TOKENS = (128, 2048, 8192)
-MAX_SHARE_PERCENT = 3.0
-"""Of a decode step, per token."""
+MAX_SHARE_PERCENT = 3.0  # of a decode step, per token
 TOLERANCE = 1e-2
 """RMS of the difference to the block that plain torch encodes: a code may be off by one where a value lies
 in the middle between two."""

@@ -15,8 +15,7 @@ from eval.core.table import WrongAnswer
 from eval.core.timing import Contender
 from hf_paged_cache.host.compat import cache_argument
 
-SEED = 0
-"""What random numbers of all benches start from."""
+SEED = 0  # what random numbers of all benches start from
 PROMPT_TOKENS = 512
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """RMS of the difference of logits over RMS of the logits, between two caches of one dtype."""
