@@ -14,13 +14,12 @@ inline bool has_nibbles(int64_t codec) {
 
 // The K, or the V, of one record.
 struct Stored {
-  int64_t codec, group_size, block_size, dim;
+  int64_t codec, group_size, groups, block_size, dim;
   uint8_t* codes;
   uint16_t* params;
 
   int64_t code_bytes() const { return has_nibbles(codec) ? (dim + 1) / 2 : dim; }
   uint8_t* codes_of(int64_t slot) const { return codes + slot * code_bytes(); }
-  int64_t groups() const { return dim / group_size; }
 };
 
 inline uint8_t* record_at(const Blocks& blocks, int64_t id, int64_t h) {
@@ -29,9 +28,15 @@ inline uint8_t* record_at(const Blocks& blocks, int64_t id, int64_t h) {
 
 // Without groups, a token is one.
 inline Stored stored_in(const Blocks& blocks, const Side& side, uint8_t* record) {
-  return {side.codec,          side.codec == kInt4Group ? side.group_size : side.dim,
-          blocks.block_size,   side.dim,
-          record + side.codes, reinterpret_cast<uint16_t*>(record + side.params)};
+  const int64_t group_size = side.codec == kInt4Group ? side.group_size : side.dim;
+  const int64_t groups = side.codec == kInt4Group ? side.dim / group_size : 1;
+  return {side.codec,
+          group_size,
+          groups,
+          blocks.block_size,
+          side.dim,
+          record + side.codes,
+          reinterpret_cast<uint16_t*>(record + side.params)};
 }
 
 // Codes of int8, which `score_tile` and `add_values` take as they are.
@@ -149,7 +154,7 @@ inline void decode_token(const Stored& s, int64_t slot, const float* block_param
       break;
     default: {
       widen_nibbles(codes, s.dim, out);
-      const int64_t groups = s.groups();
+      const int64_t groups = s.groups;
       for (int64_t g = 0; g < groups; ++g) {
         const float scale = param(slot * groups + g), zero = param((s.block_size + slot) * groups + g);
         float* group = out + g * s.group_size;

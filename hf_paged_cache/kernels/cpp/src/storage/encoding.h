@@ -156,13 +156,18 @@ inline void encode_token(const Stored& s, int64_t slot, float* x, uint8_t* unpac
     store_fp8(x, s.dim, inverse(s.params[slot]), codes);
     return;
   }
-  const int64_t groups = s.groups();
+  const int64_t groups = s.groups;
   for (int64_t g = 0; g < groups; ++g) {
     float* group = x + g * s.group_size;
-    Range range = s.codec == kInt4Token ? range_of(x, s.dim) : range_of_group(group, s.group_size);
-    // Only what is rotated can reach beyond what a zero holds.
-    range.low = std::min(std::max(range.low, -kLargestHalf), kLargestHalf);
-    range.high = std::min(std::max(range.high, -kLargestHalf), kLargestHalf);
+    Range range;
+    if (s.codec == kInt4Token) {
+      // Only what is rotated can reach beyond what a zero holds.
+      range = range_of(x, s.dim);
+      range.low = std::min(std::max(range.low, -kLargestHalf), kLargestHalf);
+      range.high = std::min(std::max(range.high, -kLargestHalf), kLargestHalf);
+    } else {
+      range = range_of_group(group, s.group_size);
+    }
     const auto [scale, zero] = scale_and_zero(range, 15.0f);
     s.params[slot * groups + g] = scale;
     s.params[(s.block_size + slot) * groups + g] = zero;
