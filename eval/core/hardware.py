@@ -92,7 +92,7 @@ class Device:
         return graph.replay
 
     def launches_of(self, step: Callable[[], object]) -> list[str]:
-        """Names of the kernels that a step launches, memory copies included; `Skip` if none can be seen."""
+        """Names of the kernels that a step launches, memory copies included, as the profiler sees them."""
         from torch.profiler import ProfilerActivity, profile
 
         if not self.is_gpu:
@@ -127,8 +127,10 @@ class Device:
 
     def cache_bytes(self) -> int:
         """Size of the cache between the memory and the cores; 32 MiB where the system does not say."""
-        if self.is_gpu or self.is_toy:
-            return torch.cuda.get_device_properties(0).L2_cache_size if self.is_gpu else _TOY_CACHE_BYTES
+        if self.is_gpu:
+            return torch.cuda.get_device_properties(0).L2_cache_size
+        if self.is_toy:
+            return _TOY_CACHE_BYTES
         try:
             text = _L3_SIZE.read_text(encoding="ascii").strip()
         except OSError:

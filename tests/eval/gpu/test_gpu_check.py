@@ -17,8 +17,7 @@ from eval.core.hardware import TOY, Device
 from eval.core.isolation import NO_TIME, Call, Outcome
 from eval.core.timing import Contender, interleave
 from eval.gpu import cases, cli, kernels, plan
-from eval.gpu.items import Item, Record
-from eval.gpu.plan import Settings
+from eval.gpu.plan import Item, Record, Settings
 from eval.gpu.worker import run_item
 from tests.eval.gpu.gpu_items import crash, fine
 from tests.kernels import cases as tables
