@@ -28,7 +28,7 @@ def copy_into(paged: Any, other: Cache) -> None:
             "`self_attention_cache` and `cross_attention_cache`, each for itself"
         )
     there, here = len(other.layers), len(paged.layers)
-    hosts = paged._hosts.parts
+    hosts = paged._hosts.all
     kept = any(isinstance(layer, PagedLayer) or layer in hosts for layer in paged.layers[there:])
     # A DynamicCache without a config has the layers that were written, so none while it is empty.
     if there > here or (there and kept):

@@ -15,7 +15,7 @@ from hf_paged_cache.host import architectures
 from .arguments import as_count
 
 if TYPE_CHECKING:
-    from hf_paged_cache.forward.recurrent_state import HostParts
+    from hf_paged_cache.forward.recurrent_state import HostStates
     from hf_paged_cache.forward.state import CacheState
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -26,7 +26,7 @@ class CacheTools:
 
     layers: list[Any]
     _state: CacheState
-    _hosts: HostParts
+    _hosts: HostStates
     _config: PreTrainedConfig
 
     # --- copies ---------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from hf_paged_cache.host import architectures
 
 if TYPE_CHECKING:
-    from hf_paged_cache.forward.recurrent_state import HostParts
+    from hf_paged_cache.forward.recurrent_state import HostStates
     from hf_paged_cache.forward.state import CacheState
 
 
 class HostContract(DynamicCache):
     """The methods of `transformers.Cache` by which models reach what is not paged."""
 
-    _hosts: HostParts
+    _hosts: HostStates
     _state: CacheState
 
     def _spread_rows(self, rows: int) -> None:

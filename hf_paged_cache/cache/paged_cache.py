@@ -24,7 +24,7 @@ from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhau
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE
 from hf_paged_cache.forward.contents import ModelTraits
 from hf_paged_cache.forward.ownership import check_prompt
-from hf_paged_cache.forward.recurrent_state import HostParts
+from hf_paged_cache.forward.recurrent_state import HostStates
 from hf_paged_cache.forward.state import CacheState
 from hf_paged_cache.host import architectures, compat, generation, running_forward
 from hf_paged_cache.host.lazy_tensor import dense
@@ -155,7 +155,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         layers = [make_layer(self._state, index, *spec) for index, spec in enumerate(specs)]
         Cache.__init__(self, layers=layers)
         self._num_layers = len(specs)
-        self._hosts = HostParts(
+        self._hosts = HostStates(
             self._state,
             {
                 index: getattr(layer, "host_part", None) or layer
