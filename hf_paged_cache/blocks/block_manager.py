@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -17,22 +17,13 @@ from .block_table import BlockTable
 
 @dataclass(frozen=True)
 class Reservation:
-    """Room for the tokens of columns `start … end - 1`, of every row from where it begins.
-
-    Attributes:
-        start: First reserved column.
-        end: One past the last reserved column: the new length.
-        copies: (source, destination) block ids whose content must be copied before any new token is written.
-        changed_from: First logical block whose entry changed in some row's table, the new ones included; the
-            number of logical blocks where none changed.
-        needed_blocks: Blocks taken from the pool less those given back to it; may be negative.
-    """
+    """Room for the tokens of columns `start … end - 1`, of every row from where it begins."""
 
     start: int
-    end: int
-    copies: list[tuple[int, int]]
-    changed_from: int
-    needed_blocks: int
+    end: int  # the new length
+    copies: list[tuple[int, int]]  # (source, destination) ids, to be copied before any new token is written
+    changed_from: int  # first logical block whose entry changed in some row; their number where none did
+    needed_blocks: int  # taken from the pool less those given back to it; may be negative
 
 
 class RowPlan(NamedTuple):
@@ -50,20 +41,6 @@ class RowPlan(NamedTuple):
     def writes_to_last(self) -> bool:
         """Whether the last block is partly filled, and new tokens go there."""
         return self.new_tokens > 0 and self.table.num_tokens % self.table.block_size > 0
-
-
-class Plan(NamedTuple):
-    """What a reservation will do."""
-
-    rows: list[RowPlan]
-    needed_blocks: int
-
-
-class SavedRows(NamedTuple):
-    """The rows of a manager at one time, see `BlockManager.save`."""
-
-    tables: list[BlockTable]
-    first_held: int
 
 
 class BlockManager:
@@ -147,7 +124,7 @@ class BlockManager:
         self, num_new_tokens: int, *, keep_history: bool = False, padding_tokens: Sequence[int] = ()
     ) -> int:
         """Blocks that `reserve` would take from the pool less those it would give back; may be negative."""
-        return self._plan(num_new_tokens, keep_history, padding_tokens).needed_blocks
+        return self._plan(num_new_tokens, keep_history, padding_tokens)[1]
 
     def blocks_after_crop(self, num_tokens: int, num_new_tokens: int) -> int:
         """`blocks_needed` once rows without a window were cut down to so many tokens."""
@@ -196,17 +173,17 @@ class BlockManager:
             What the caller has to copy and what changed; `None` when there are too few blocks, then nothing
             has changed.
         """
-        plan = self._plan(num_new_tokens, keep_history, padding_tokens)
-        if not self.pool.can_allocate(plan.needed_blocks):
+        plan, needed_blocks = self._plan(num_new_tokens, keep_history, padding_tokens)
+        if not self.pool.can_allocate(needed_blocks):
             return None
         start = self.num_tokens
-        changed = [row.first_new for row in plan.rows if row.end_blocks > row.first_new]
+        changed = [row.first_new for row in plan if row.end_blocks > row.first_new]
         changed += self._let_go(plan)
         copies = self._make_last_writable(plan, changed)
         self._append(plan)
         unchanged = max(len(table.ids) for table in self.tables)
         changed_from = min(changed, default=unchanged)
-        return Reservation(start, start + num_new_tokens, copies, changed_from, plan.needed_blocks)
+        return Reservation(start, start + num_new_tokens, copies, changed_from, needed_blocks)
 
     def let_go(self, num_new_tokens: int, *, keep_history: bool, padding_tokens: Sequence[int]) -> list[int]:
         """The part of a `reserve` that gives blocks back; what is left of it can still be undone.
@@ -214,7 +191,7 @@ class BlockManager:
         Returns:
             Logical blocks from which on entries changed.
         """
-        return self._let_go(self._plan(num_new_tokens, keep_history, padding_tokens))
+        return self._let_go(self._plan(num_new_tokens, keep_history, padding_tokens)[0])
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first `num_tokens` tokens, whose window must be stored still."""
@@ -330,15 +307,19 @@ class BlockManager:
         release(self._stored_ids())
         self.forget()
 
-    def save(self) -> SavedRows:
-        """What the rows are now. Blocks that are given back later must not be filled before a `restore`."""
-        return SavedRows([table.fork() for table in self.tables], self.first_held)
+    def save(self) -> Callable[[], None]:
+        """Remember the rows. Returns what makes them so again, without telling the pool (see its `rebuild`).
 
-    def restore(self, saved: SavedRows) -> None:
-        """Be again what was saved. The pool is not told: see `BlockPool.rebuild`."""
-        self.tables = [table.fork() for table in saved.tables]
-        self.first_held = saved.first_held
-        self.version += 1
+        Blocks that are given back in between must not be filled.
+        """
+        tables, first_held = [table.fork() for table in self.tables], self.first_held
+
+        def restore() -> None:
+            self.tables = [table.fork() for table in tables]
+            self.first_held = first_held
+            self.version += 1
+
+        return restore
 
     def forget(self) -> None:
         """Have no rows. The pool is not told."""
@@ -377,7 +358,10 @@ class BlockManager:
     def _stored_ids(self) -> list[int]:
         return [block_id for table in self.tables for block_id in table.stored_ids()]
 
-    def _plan(self, num_new_tokens: int, keep_history: bool, padding_tokens: Sequence[int]) -> Plan:
+    def _plan(
+        self, num_new_tokens: int, keep_history: bool, padding_tokens: Sequence[int]
+    ) -> tuple[list[RowPlan], int]:
+        """What a reservation will do to each row, and the blocks that it needs."""
         if not self.tables:
             raise PagedCacheError("There are no rows to reserve tokens for. Call start(batch) first.")
         if num_new_tokens < 1:
@@ -394,7 +378,7 @@ class BlockManager:
         released = Counter(row.table.ids[i] for row in rows for i in row.dropped)
         freed = sum(self.pool.ref_count(block_id) == count for block_id, count in released.items())
         taken = sum(row.end_blocks - row.first_stored for row in rows) + self._num_copies(rows, released)
-        return Plan(rows, taken - freed)
+        return rows, taken - freed
 
     def _offsets(self, end: int, padding_tokens: Sequence[int]) -> Sequence[int]:
         """Where rows begin when the batch has so many columns."""
@@ -420,12 +404,12 @@ class BlockManager:
         dropped = [i for i in gone if table.ids[i] != NULL_BLOCK]
         return RowPlan(table, offset, tokens - table.num_tokens, dropped, first_new, first_stored, end_blocks)
 
-    def _let_go(self, plan: Plan) -> list[int]:
+    def _let_go(self, plan: list[RowPlan]) -> list[int]:
         """Release what left the window. Returns logical blocks from which on entries changed."""
         self._seal_full_blocks()
-        ends = [(row.table, (row.dropped[-1] + 1) * self.block_size) for row in plan.rows if row.dropped]
+        ends = [(row.table, (row.dropped[-1] + 1) * self.block_size) for row in plan if row.dropped]
         self._drop_before(ends)
-        return [row.dropped[0] for row in plan.rows if row.dropped]
+        return [row.dropped[0] for row in plan if row.dropped]
 
     def _drop_before(self, tokens: Iterable[tuple[BlockTable, int]]) -> bool:
         """Release the blocks before a token of each row; whether there are any."""
@@ -455,10 +439,10 @@ class BlockManager:
                     self.pool.seal(block_id)
             table.num_sealed = num_full
 
-    def _make_last_writable(self, plan: Plan, changed: list[int]) -> list[tuple[int, int]]:
+    def _make_last_writable(self, plan: list[RowPlan], changed: list[int]) -> list[tuple[int, int]]:
         """Make every row's partly filled last block its own. Returns (source, destination) to be copied."""
         copies: list[tuple[int, int]] = []
-        for ids in (row.table.ids for row in plan.rows if row.writes_to_last):
+        for ids in (row.table.ids for row in plan if row.writes_to_last):
             source, destination = ids[-1], self.pool.make_writable(ids[-1])
             if destination is None:
                 raise AssertionError(f"Enough blocks were counted, but none is left to copy {source} to.")
@@ -468,13 +452,13 @@ class BlockManager:
                 changed.append(len(ids) - 1)
         return copies
 
-    def _append(self, plan: Plan) -> None:
-        wanted = sum(row.end_blocks - row.first_stored for row in plan.rows)
+    def _append(self, plan: list[RowPlan]) -> None:
+        wanted = sum(row.end_blocks - row.first_stored for row in plan)
         block_ids = self.pool.allocate(wanted)
         if block_ids is None:
             raise AssertionError(f"No {wanted} blocks were left, though enough were counted.")
         used = 0
-        for row in plan.rows:
+        for row in plan:
             count = row.end_blocks - row.first_stored
             row.table.offset = row.offset
             nulls = [NULL_BLOCK] * (row.first_stored - row.first_new)

@@ -165,10 +165,10 @@ class BlockPool:
 
     def flush_pending(self, max_blocks: int | None = None) -> int:
         """Make all pending blocks free, or the `max_blocks` released first. Returns how many."""
-        if max_blocks is None:
-            max_blocks = self.num_pending
-        _require_at_least(0, max_blocks, "max_blocks")
-        count = min(max_blocks, self.num_pending)
+        count = self.num_pending
+        if max_blocks is not None:
+            _require_at_least(0, max_blocks, "max_blocks")
+            count = min(max_blocks, count)
         for _ in range(count):
             block_id = self._pending.popleft()
             self._states[block_id] = _FREE

@@ -25,26 +25,17 @@ class BlockTable:
 
     Holds no references: whoever puts ids in or takes them out shares and releases them in the pool.
 
-    Attributes:
-        block_size: Tokens per block.
-        ids: One id for each started block; NULL_BLOCK where the tokens are not stored.
-        num_tokens: Length of the sequence, stored or not.
-        offset: Columns of the batch before the sequence begins.
-        num_dropped: Leading blocks known to be NULL: `drop_before` need not look at them again.
-        num_sealed: Leading blocks that need no look when full blocks are sealed.
-        dense: Logical blocks, in order, that quantized layers keep in the model's dtype; see `DenseBlocks`.
-
     Raises:
         PagedCacheError: By methods too, for a number that does not fit the sequence; nothing has changed.
     """
 
-    block_size: int
-    ids: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    offset: int = 0
-    num_dropped: int = 0
-    num_sealed: int = 0
-    dense: list[int] = field(default_factory=list)
+    block_size: int  # tokens
+    ids: list[int] = field(default_factory=list)  # of started blocks; NULL_BLOCK where tokens are not stored
+    num_tokens: int = 0  # length of the sequence, stored or not
+    offset: int = 0  # columns of the batch before the sequence begins
+    num_dropped: int = 0  # leading blocks known to be NULL: `drop_before` need not look at them again
+    num_sealed: int = 0  # leading blocks that need no look when full blocks are sealed
+    dense: list[int] = field(default_factory=list)  # logical blocks, in order; see `DenseBlocks`
 
     def __post_init__(self) -> None:
         if self.block_size < 1:

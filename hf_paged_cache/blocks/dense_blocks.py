@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .block import NULL_BLOCK
@@ -18,25 +18,12 @@ def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:
 
 
 class Moves(NamedTuple):
-    """What a reservation changes in the slots, as pairs of (source, target).
+    """What a reservation changes in quantized layers, as pairs of (source, target)."""
 
-    Attributes:
-        copied: Slot -> slot: a shared block that a row will write to.
-        unsealed: Block id -> slot: a record that a row will write to, after its tail was cropped.
-        columns: Columns of the tables whose entries changed, besides those that the reservation tells of.
-    """
-
-    copied: list[tuple[int, int]]
-    unsealed: list[tuple[int, int]]
-    columns: list[int]
-
-
-class SavedSlots(NamedTuple):
-    """The slots at one time, see `DenseBlocks.save`."""
-
-    num_slots: int
-    slots: dict[int, int]
-    free: list[int]
+    copied: list[tuple[int, int]]  # slot -> slot: a shared block that a row will write to
+    unsealed: list[tuple[int, int]]  # id -> slot: a record that a row will write to, its tail was cropped
+    records: list[tuple[int, int]]  # id -> id: a shared block that a row will write to, and stays a record
+    columns: list[int]  # of the tables, whose entries changed, besides those that the reservation tells of
 
 
 class DenseBlocks:
@@ -62,16 +49,13 @@ class DenseBlocks:
     Args:
         sink_blocks: Blocks at the beginning of every row.
         residual_blocks: Blocks at its end, the one being filled included; 0 where formats take single tokens.
-
-    Attributes:
-        num_slots: Slots that pools must have.
     """
 
     def __init__(self, sink_blocks: int, residual_blocks: int) -> None:
         self.sink_blocks = sink_blocks
         self.residual_blocks = residual_blocks
-        self.num_slots = 0
-        self._slots: dict[int, int] = {}
+        self.num_slots = 0  # slots that pools must have
+        self._slots: dict[int, int] = {}  # block id -> slot
         self._free: list[int] = []
 
     def __bool__(self) -> bool:
@@ -120,7 +104,7 @@ class DenseBlocks:
     def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
         """Give slots to what a reservation made dense."""
         size = manager.block_size
-        moves = Moves([], [], [])
+        moves = Moves([], [], [], [])
         sources = {new: old for old, new in reservation.copies}
         for block_id in sources:
             self._drop(block_id)  # of an earlier life of that block
@@ -133,11 +117,14 @@ class DenseBlocks:
         ]
         for table, start in grown:
             column = start // size
-            if not start % size or not (self.residual_blocks or column < self.sink_blocks):
+            if not start % size:
                 continue
             block_id = table.ids[column]
             source = sources.get(block_id, block_id)
-            if source not in self._slots:
+            if not self.residual_blocks and column >= self.sink_blocks:
+                if source != block_id:
+                    moves.records.append((source, block_id))
+            elif source not in self._slots:
                 table.dense.append(column)
                 moves.unsealed.append((source, self._slot_for(manager, block_id, left)))
                 moves.columns.append(column)
@@ -160,13 +147,14 @@ class DenseBlocks:
         self._slots.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 
-    def save(self) -> SavedSlots:
-        """What there is now."""
-        return SavedSlots(self.num_slots, self._slots.copy(), self._free.copy())
+    def save(self) -> Callable[[], None]:
+        """Remember what there is. Returns what makes it so again."""
+        num_slots, slots, free = self.num_slots, self._slots.copy(), self._free.copy()
 
-    def restore(self, saved: SavedSlots) -> None:
-        """Be again what was saved."""
-        self.num_slots, self._slots, self._free = saved.num_slots, saved.slots.copy(), saved.free.copy()
+        def restore() -> None:
+            self.num_slots, self._slots, self._free = num_slots, slots.copy(), free.copy()
+
+        return restore
 
     def provide_rows(self, rows: int) -> None:
         """Have the slots that so many rows can need."""

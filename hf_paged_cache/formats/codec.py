@@ -74,10 +74,3 @@ class Codec(ABC):
         """Float32 values."""
         x = self.decode_stored(codes, params, dim)
         return unrotate(x) if self.is_rotated else x
-
-    @abstractmethod
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
-        """The most that `decode(encode(x))` may differ from x, in each element; broadcasts to x's shape.
-
-        Float32 arithmetic comes on top: a few 1e-7 of the largest value of the token (of the block).
-        """

@@ -41,9 +41,3 @@ class Fp8Token(Codec):
         """Scale times the number that the byte is."""
         values: torch.Tensor = codes.view(torch.float8_e4m3fn).float() * params[..., 0, :, :].float()
         return values
-
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
-        """Of normal and of subnormal numbers."""
-        wide = x.float().abs()
-        scale = scale_up(wide.amax(-1, keepdim=True) / LARGEST_CODE).float()
-        return torch.maximum(wide / 16, scale / 1024)

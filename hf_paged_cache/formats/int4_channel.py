@@ -38,7 +38,7 @@ class Int4Channel(Codec):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are `(x - zero) / scale`."""
         wide = x.float()
-        scale, zero = _scale_and_zero(wide)
+        scale, zero = scale_and_zero(*wide.aminmax(dim=-2, keepdim=True), 15)
         codes = ((wide - zero.float()) * inverse(scale)).round().clamp(0, 15)
         return pack_nibbles(codes), torch.cat((scale, zero), dim=-2)
 
@@ -47,13 +47,3 @@ class Int4Channel(Codec):
         scale, zero = params[..., :1, :].float(), params[..., 1:, :].float()
         values: torch.Tensor = unpack_nibbles(codes, dim).float() * scale + zero
         return values
-
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
-        """Half a scale."""
-        scale, _ = _scale_and_zero(x.float())
-        return scale.float() / 2
-
-
-def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `[..., tokens, dim]`, each `[..., 1, dim]`."""
-    return scale_and_zero(*x.aminmax(dim=-2, keepdim=True), 15)

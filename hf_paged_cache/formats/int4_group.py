@@ -23,11 +23,7 @@ from .packing import inverse, pack_nibbles, scale_and_zero, unpack_nibbles
 
 @dataclass(frozen=True)
 class Int4Group(Codec):
-    """Asymmetric, one scale and zero per group of a token; parameters `[2, tokens, groups]`, scales first.
-
-    Attributes:
-        group_size: Channels of a group.
-    """
+    """Asymmetric, one scale and zero per group of a token; parameters `[2, tokens, groups]`, scales first."""
 
     name = "int4_group"
     kernel_id = 6
@@ -54,7 +50,7 @@ class Int4Group(Codec):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are `(x - zero) / scale`."""
         groups = self._groups(x)
-        scale, zero = _scale_and_zero(groups)
+        scale, zero = scale_and_zero(*groups.aminmax(dim=-1, keepdim=True), 15)
         codes = ((groups - zero.float()) * inverse(scale)).round().clamp(0, 15)
         return pack_nibbles(codes.flatten(-2)), torch.stack((scale[..., 0], zero[..., 0]), dim=-3)
 
@@ -65,15 +61,5 @@ class Int4Group(Codec):
         values: torch.Tensor = groups * scale + zero
         return values.flatten(-2)
 
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
-        """Half a scale."""
-        scale, _ = _scale_and_zero(self._groups(x))
-        return (scale.float() / 2).expand(*scale.shape[:-1], self.group_size).flatten(-2)
-
     def _groups(self, x: torch.Tensor) -> torch.Tensor:
         return torch.unflatten(x.float(), -1, (-1, self.group_size))
-
-
-def _scale_and_zero(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `[..., groups, group_size]`, each `[..., groups, 1]`."""
-    return scale_and_zero(*groups.aminmax(dim=-1, keepdim=True), 15)

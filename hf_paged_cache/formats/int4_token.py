@@ -18,7 +18,7 @@ import torch
 
 from .codec import LARGEST_VALUE, Codec
 from .packing import inverse, pack_nibbles, scale_and_zero, unpack_nibbles
-from .rotation import part_size, rotate
+from .rotation import rotate
 
 
 class Int4Token(Codec):
@@ -33,7 +33,9 @@ class Int4Token(Codec):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are `(x - zero) / scale`."""
         rotated = rotate(x.float())
-        scale, zero = _scale_and_zero(rotated)
+        ends = rotated.aminmax(dim=-1, keepdim=True)
+        low, high = (end.clamp(-LARGEST_VALUE, LARGEST_VALUE) for end in ends)
+        scale, zero = scale_and_zero(low, high, 15)
         codes = ((rotated - zero.float()) * inverse(scale)).round().clamp(0, 15)
         return pack_nibbles(codes), torch.stack((scale, zero), dim=-3)
 
@@ -42,13 +44,3 @@ class Int4Token(Codec):
         scale, zero = params[..., 0, :, :].float(), params[..., 1, :, :].float()
         values: torch.Tensor = unpack_nibbles(codes, dim).float() * scale + zero
         return values
-
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
-        """Half a scale, in the norm of a part."""
-        scale, _ = _scale_and_zero(rotate(x.float()))
-        return scale.float().mul(part_size(x.shape[-1]) ** 0.5 / 2)
-
-
-def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    low, high = (bound.clamp(-LARGEST_VALUE, LARGEST_VALUE) for bound in x.aminmax(dim=-1, keepdim=True))
-    return scale_and_zero(low, high, 15)

@@ -31,20 +31,11 @@ class Int8Block(Codec):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are `(x - zero) / scale`, 0…255."""
         wide = x.float()
-        scale, zero = _scale_and_zero(wide)
+        low, high = wide.amin((-2, -1), keepdim=True), wide.amax((-2, -1), keepdim=True)
+        scale, zero = scale_and_zero(low, high, 255)
         codes = ((wide - zero.float()) * inverse(scale)).round().clamp(0, 255).to(torch.uint8)
         return codes, torch.cat((scale, zero), dim=-1)[..., 0, :]
 
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
         """Zero plus scale times code."""
         return codes.float() * params[..., 0, None, None].float() + params[..., 1, None, None].float()
-
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
-        """Half a scale."""
-        scale, _ = _scale_and_zero(x.float())
-        return scale.float() / 2
-
-
-def _scale_and_zero(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `[..., tokens, dim]`, each `[..., 1, 1]`."""
-    return scale_and_zero(x.amin((-2, -1), keepdim=True), x.amax((-2, -1), keepdim=True), 255)

@@ -17,7 +17,7 @@ import torch
 
 from .codec import Codec
 from .packing import inverse, scale_up
-from .rotation import part_size, rotate
+from .rotation import rotate
 
 
 class Int8Token(Codec):
@@ -39,8 +39,3 @@ class Int8Token(Codec):
         """Scale times code."""
         values: torch.Tensor = codes.view(torch.int8).float() * params[..., 0, :, :].float()
         return values
-
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
-        """Half a scale, in the norm of a part."""
-        scale = scale_up(rotate(x.float()).abs().amax(-1, keepdim=True) / 127).float()
-        return scale.mul(part_size(x.shape[-1]) ** 0.5 / 2)

@@ -26,15 +26,9 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How K and how V are stored, whatever the shapes.
+    """How K and how V are stored, whatever the shapes."""
 
-    Attributes:
-        name: What `kv_cache_dtype` calls it.
-        keys: Codec of K.
-        values: Codec of V.
-    """
-
-    name: str
+    name: str  # what `kv_cache_dtype` calls it
     keys: Codec
     values: Codec
 
@@ -59,17 +53,11 @@ class RecordFormat:
     """The records of one block shape: where their parts lie, and how to fill and read them in plain torch.
 
     Records are uint8 `[..., nbytes]` with contiguous bytes, any strides before.
-
-    Attributes:
-        format: The codecs.
-        block_size: Tokens per block.
-        head_dim: Of K.
-        v_head_dim: Of V.
     """
 
     format: KVFormat
-    block_size: int
-    head_dim: int
+    block_size: int  # tokens
+    head_dim: int  # of K
     v_head_dim: int
 
     @cached_property
@@ -162,12 +150,7 @@ class RecordFormat:
 
 
 def blank_beyond(blocks: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Copies of blocks `[blocks, ..., block_size, width]` with zeros after the first `held` tokens of each.
-
-    Args:
-        blocks: Values, or codes, or parameters per token.
-        held: `[blocks]`, how many.
-    """
+    """Copies of blocks `[blocks, ..., block_size, width]` zero after the first `held` `[blocks]` tokens."""
     size = blocks.shape[-2]
     beyond = torch.arange(size, device=blocks.device) >= held.to(blocks.device)[:, None]
     return blocks.masked_fill(beyond.view(len(held), *[1] * (blocks.dim() - 3), size, 1), 0)

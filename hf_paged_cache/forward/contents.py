@@ -159,7 +159,8 @@ class Contents:
             self.clear()
             return
         self.check_crop(num_tokens)
-        self.layer_groups.crop(num_tokens)
+        for group in self.groups:
+            group.crop(num_tokens)
         self.rows.crop(num_tokens)
 
     def reset(self, outside: Outside) -> None:
@@ -185,7 +186,8 @@ class Contents:
 
         def make() -> None:
             if batch:
-                self.layer_groups.reorder(indices)
+                for group in self.groups:
+                    group.reorder(indices)
                 rows.reorder(indices)
             if outside is not None:
                 outside.select(indices)
@@ -268,7 +270,7 @@ class Contents:
         """
         if not (self.is_static and self.rows.batch):
             return
-        length = self.layer_groups.pull_length()
+        length = max(group.pull_length() for group in self.layer_groups.static)
         if length != self.rows.end:
             self.rows.lengthen(length)
         capacity = self.layer_groups.row_capacity_tokens

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_paged_cache.config import PagedCacheConfig
     from hf_paged_cache.host.architectures import LayerSpec
 
-    from .pool_tensors import PoolShape
+    from .pool_tensors import NewTokens
     from .precision import Precision
     from .window_store import WindowStore
 
@@ -33,9 +33,6 @@ class Capacity:
     On a CPU memory that was never written costs nothing, so that every row gets the model's length. Elsewhere
     a pool begins with the length at which the call in progress stops, or with the prompt and a small reserve,
     and grows.
-
-    Attributes:
-        is_asked_for: The settings say how many tokens there are to be.
     """
 
     def __init__(
@@ -43,41 +40,30 @@ class Capacity:
     ) -> None:
         self._config = config
         self._row_tokens = config.max_cache_len or max_positions or _DEFAULT_TOKENS
-        self.is_asked_for = config.max_tokens is not None or config.max_cache_len is not None
         self._specs = specs
+        self.is_asked_for = config.max_tokens is not None or config.max_cache_len is not None
+        """The settings say how many tokens there are to be."""
 
     def row_blocks(self, block_size: int) -> int:
         """Blocks of the longest row that is expected."""
         return -(-(self._config.max_tokens or self._row_tokens) // block_size)
 
     def wanted_blocks(
-        self,
-        batch: int,
-        new_tokens: int,
-        shape: PoolShape,
-        precision: Precision,
-        *,
-        keep_history: bool,
-        is_static: bool,
+        self, new: NewTokens, precision: Precision, *, keep_history: bool, is_static: bool
     ) -> dict[int | None, int]:
-        """Blocks of each group, by window.
+        """Blocks of each group, by window, for rows that begin with such tokens of one layer.
 
-        Args:
-            batch: Rows.
-            new_tokens: Of the first forward.
-            shape: Of one layer; the others are taken to have as many heads and channels.
-            precision: How layers are stored.
-            keep_history: Windows keep what they would drop.
-            is_static: They drop nothing at all.
+        The other layers are taken to have as many heads and channels. Windows that `keep_history`, or are
+        static, drop nothing.
         """
-        windows = dict.fromkeys(spec.window for spec in self._specs.values())
-        length = self._expected_tokens(new_tokens, shape.device)
-        history = new_tokens * keep_history
+        batch, shape = new.batch, new.shape
+        length = self._expected_tokens(new.count, shape.device)
+        history = new.count * keep_history
         wanted = {
             window: self._full_blocks(batch, self._config.block_size_of(window))
             if is_static
             else self._first_blocks(window, batch, length, history)
-            for window in windows
+            for window in dict.fromkeys(spec.window for spec in self._specs.values())
         }
         block_bytes: Counter[int | None] = Counter()
         slot_bytes = 0  # of blocks that quantized layers keep in the model's dtype
@@ -114,7 +100,7 @@ class Capacity:
 
     def grown_blocks(self, store: WindowStore, missing: int, at_least: int) -> int:
         """What a store grows to that lacks so many blocks; it may have `at_least` so many in any case."""
-        rows = store.num_rows
+        rows = sum(holder.manager.batch for holder in store.holders)
         wanted = max(self._enough_blocks(store, rows), store.num_blocks + missing)
         return min(wanted, max(self._ceiling_blocks(store, rows), at_least))
 
@@ -136,9 +122,8 @@ class Capacity:
             # Some cache may take a chunk while another is writing, and the pool cannot grow.
             wanted = min(wanted, rows * 2 * self.window_blocks(store.window))
         wanted = min(wanted, ceiling)
-        if wanted <= store.num_blocks:
-            return store.num_blocks
-        return max(wanted, min(2 * store.num_blocks, ceiling))
+        is_enough = wanted <= store.num_blocks
+        return store.num_blocks if is_enough else max(wanted, min(2 * store.num_blocks, ceiling))
 
     def _ceiling_blocks(self, store: WindowStore, rows: int) -> int:
         """Blocks that a store may have: what full rows take, cut to the memory.

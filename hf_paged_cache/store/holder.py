@@ -16,15 +16,10 @@ Restore = Callable[[], None]
 
 
 class Saved(NamedTuple):
-    """What something outside a store was, before a change of both.
+    """What something outside a store was, before a change of both."""
 
-    Attributes:
-        restore: Puts integers and references back.
-        follow: Brings what is made from them up to date (tables on devices, pointers), when counts are right.
-    """
-
-    restore: Restore
-    follow: Restore
+    restore: Restore  # puts integers and references back
+    follow: Restore  # brings what is made of them up to date (device tables, pointers), when counts are right
 
 
 class RunningStep(Protocol):
@@ -37,17 +32,11 @@ class RunningStep(Protocol):
 
 @dataclass(eq=False)
 class Holder:
-    """A layer group of one cache, as the window store knows it whose blocks it holds.
+    """A layer group of one cache, as the window store knows it whose blocks it holds."""
 
-    Attributes:
-        manager: Which blocks, in which rows.
-        pools: The tensors that they are read from.
-        step: What is writing to them; None between steps.
-    """
-
-    manager: BlockManager
-    pools: list[LayerPool]
-    step: RunningStep | None = None
+    manager: BlockManager  # which blocks, in which rows
+    pools: list[LayerPool]  # the tensors that they are read from
+    step: RunningStep | None = None  # what is writing to them; None between steps
 
     @property
     def is_writing(self) -> bool:

@@ -25,7 +25,6 @@ KEY_ERROR_BOUND = 1 / 3
 of a head err by a third of what tells common tokens apart. SmolLM2-135M has 0.08 to 0.11 in `int4`, 0.17 to
 0.30 in `int4_group` with groups of 32."""
 
-
 _ALIKE = 1e-4
 """Tokens that differ by less than this share of their norm count as one and the same."""
 
@@ -42,12 +41,7 @@ def key_error(kv_format: KVFormat, keys: torch.Tensor) -> float:
     that of its median token over the norm of its median token, so that a few tokens that are much larger
     than all others do not hide what they do to them.
 
-    Args:
-        kv_format: How.
-        keys: `[blocks, kv_heads, block_size, head_dim]`.
-
-    Returns:
-        The largest error of a head, each the mean over blocks.
+    K are `[blocks, kv_heads, block_size, head_dim]`; a head's error is the mean over blocks.
     """
     wide = keys.float()
     with without_autocast(wide):
@@ -62,12 +56,6 @@ def key_error(kv_format: KVFormat, keys: torch.Tensor) -> float:
 
 def fault_of(layer_idx: int, kv_format: KVFormat, keys: torch.Tensor, *, raises: bool) -> str | None:
     """Why a layer should have its K in int8, a sentence without its end; None if they fit their format.
-
-    Args:
-        layer_idx: The layer, for messages.
-        kv_format: Its format.
-        keys: `[blocks, kv_heads, block_size, head_dim]`.
-        raises: Raise instead of returning a reason.
 
     Raises:
         QuantizationError: They are unfit, and `raises` is set.

@@ -13,7 +13,7 @@ import torch
 
 from hf_paged_cache.blocks.block import NULL_BLOCK
 from hf_paged_cache.blocks.block_manager import BlockManager
-from hf_paged_cache.blocks.dense_blocks import DenseBlocks, Moves
+from hf_paged_cache.blocks.dense_blocks import DenseBlocks
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, format_name, with_keys_in_int8
 from hf_paged_cache.kernels.call import LayerBlocks
@@ -46,14 +46,6 @@ class LayerGroup:
         precision: How layers are stored.
         row_blocks: Blocks of the longest row that is expected; tables are made that wide.
         guard: What is done where the K of a layer are unfit for 4 bits.
-
-    Attributes:
-        window: Tokens a query sees, itself included, or None for all.
-        formats: Layer index -> how it is stored, None for the model's dtype.
-        manager: Which block belongs to which row; integers only.
-        dense: Which blocks of quantized layers are in the model's dtype; false if none ever is.
-        pools: The tensors, made when the first layer that needs them is written.
-        holder: What the store knows of it.
     """
 
     HAS_FIXED_ROWS = False
@@ -68,18 +60,18 @@ class LayerGroup:
         row_blocks: int,
         guard: KeyErrorGuard = "off",
     ) -> None:
-        self.window = store.window
+        size = store.block_size
+        self.window = store.window  # tokens a query sees, itself included, or None for all
         self.specs = specs
         self.store = store
         self.formats = {index: precision.formats[index] for index in specs}
-        self.manager = BlockManager(store.num_blocks, store.block_size, store.window, pool=store.blocks)
-        self.dense = DenseBlocks(0, 0)
+        self.manager = BlockManager(store.num_blocks, size, store.window, pool=store.blocks)
+        self.dense = DenseBlocks(0, 0)  # false: no block is ever in the model's dtype beside records
         if any(self.formats.values()):
-            size = store.block_size
             self.dense = DenseBlocks(precision.sink_blocks(size), precision.residual_blocks(size))
         self._guard = guard
         self._unguarded = {i for i in specs if guard != "off" and key_guard.concerns(self.formats[i])}
-        self.pools: list[LayerPool] = []
+        self.pools: list[LayerPool] = []  # made when the first layer that needs them is written
         self.holder = Holder(self.manager, self.pools)
         self._layers: dict[int, tuple[LayerPool, int, LayerBlocks]] = {}
         self._tables = DeviceTables(self.manager, self.dense, row_blocks, is_fixed=self.HAS_FIXED_ROWS)
@@ -106,8 +98,11 @@ class LayerGroup:
         """Format -> bytes of the blocks that hold tokens; `auto` is the model's dtype."""
         blocks, slots = self.store.blocks.num_referenced, len(self.dense.live_slots(self.manager))
         total: Counter[str] = Counter()
-        for pool in self.pools:
-            total.update(pool.bytes_by_format(self._num_layers_in(pool), blocks, slots))
+        for pool, _, _ in self._layers.values():
+            dense = blocks if pool.layout is None else slots
+            total["auto"] += dense * pool.shape.dense_bytes(self.block_size)
+            if pool.shape.format is not None:
+                total[pool.shape.format.name] += (blocks - slots) * pool.shape.block_bytes(self.block_size)
         return total
 
     @property
@@ -128,8 +123,11 @@ class LayerGroup:
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
         self.store.streams.enter(shape.device, takes_blocks=True)
-        hint, left = (self.specs[layer_idx], self.formats[layer_idx]), self.specs.keys() - self._layers.keys()
-        expected = sum((self.specs[index], self.formats[index]) == hint for index in left)
+        alike, left = (
+            (self.specs[layer_idx], self.formats[layer_idx]),
+            self.specs.keys() - self._layers.keys(),
+        )
+        expected = sum((self.specs[index], self.formats[index]) == alike for index in left)
         return self._add_layer(layer_idx, *self._place(layer_idx, shape, expected))
 
     # --- rows -----------------------------------------------------------------------------------------------
@@ -160,9 +158,7 @@ class LayerGroup:
         """Give back what a `reserve` with these arguments does not need any more.
 
         Blocks and slots that were given back may be written anew, so this cannot be undone; nor need it be.
-
-        Returns:
-            Columns of the tables from which on entries have changed; `reserve` wants to know them.
+        Returns columns of the tables from which on entries have changed; `reserve` wants to know them.
         """
         self.bind_again()
         changed = self.dense.release_full(self.manager, new_tokens)
@@ -176,15 +172,14 @@ class LayerGroup:
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed = [*changed, reservation.changed_from]
         self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
-        moves = self.dense.follow(self.manager, reservation) if self.dense else Moves([], [], [])
-        changed += moves.columns
+        moves = self.dense.follow(self.manager, reservation) if self.dense else None
         self._grow_slots()
         for pool in self.pools:
-            if pool.layout is not None and (moves.copied or moves.unsealed):
+            if pool.layout is not None and moves is not None:
                 pool.follow(moves)
             elif reservation.copies:
                 pool.copy_blocks(*split_pairs(reservation.copies))
-        self.sync_tables(min(changed))
+        self.sync_tables(min(changed if moves is None else [*changed, *moves.columns]))
         self._tables.set_length(reservation.end)
 
     def crop(self, num_tokens: int) -> None:
@@ -269,7 +264,8 @@ class LayerGroup:
             pool.values[slot, place] = old.values[slot, old_place]
         self.formats[layer_idx] = kv_format
         self._layers[layer_idx] = (pool, place, blocks)
-        if not self._num_layers_in(old) and len(old.tensors.layers) == old.tensors.num_layers:
+        is_unused = all(held is not old for held, _, _ in self._layers.values())
+        if is_unused and len(old.tensors.layers) == old.tensors.num_layers:
             self.pools.remove(old)
             self.store.drop(old.tensors)
         self._bind(layer_idx)
@@ -284,7 +280,7 @@ class LayerGroup:
         """
         if not self.store.can_move(self.holder):
             return False
-        self.store.grow(num_blocks)
+        self.store.resize(num_blocks)
         self.bind_again()
         return True
 
@@ -292,7 +288,7 @@ class LayerGroup:
         """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
         if self.store.is_shared:
             return
-        moved = self.store.shrink(num_blocks)
+        moved = self.store.resize(num_blocks)
         self.manager.renumber(moved)
         self.dense.renumber(moved)
         self.bind_again()
@@ -301,19 +297,14 @@ class LayerGroup:
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
         version = self.store.version
-        if self._store_version == version:
-            return
-        for layer_idx in self._layers:
+        for layer_idx in self._layers if self._store_version != version else ():
             self._bind(layer_idx)
         self._store_version = version  # last: whoever is interrupted does it again
 
     # --- saved and copied -----------------------------------------------------------------------------------
 
     def export(self, tokens: Mapping[int, int]) -> SavedGroup:
-        """All that it holds, in tensors of their own, and nothing of what else lies in its blocks.
-
-        Of every layer as many `tokens` of every row as it has.
-        """
+        """The `tokens` of each layer, in tensors of their own, and nothing of what else its blocks hold."""
         numbers = {block_id: number for number, block_id in enumerate(self._tokens_in_blocks(0))}
         slots, tables = self.dense.slots_by_id(self.manager), self.manager.tables
         return SavedGroup(
@@ -366,7 +357,7 @@ class LayerGroup:
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
-        manager, dense, pools = self.manager.save(), self.dense.save(), [*self.pools]
+        restore_manager, restore_dense, pools = self.manager.save(), self.dense.save(), [*self.pools]
         step, tokens = self.holder.step, self.num_tokens
         attributes = {name: copy.copy(getattr(self, name)) for name in ("formats", "_unguarded", "_layers")}
 
@@ -374,8 +365,8 @@ class LayerGroup:
             vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
             self.pools[:] = pools
             self.holder.step = step
-            self.manager.restore(manager)
-            self.dense.restore(dense)
+            restore_manager()
+            restore_dense()
 
         def follow() -> None:
             self._tables.tokens = tokens
@@ -389,8 +380,7 @@ class LayerGroup:
     def fork(self, store: WindowStore | None = None) -> Self:
         """The same rows for another cache, by sharing their blocks; dense slots are copied.
 
-        Args:
-            store: An empty one, if the blocks in use are to be copied there instead.
+        With a store, an empty one, the blocks in use are copied there instead.
         """
         slots, held = self.dense.slots_by_id(self.manager), self._tokens_in_blocks(self.num_tokens)
         copied = copy.copy(self)
@@ -469,9 +459,6 @@ class LayerGroup:
             pool = LayerPool(tensors, num_slots=self.dense.num_slots)
             self.pools.append(pool)
         return pool, place
-
-    def _num_layers_in(self, pool: LayerPool) -> int:
-        return sum(held is pool for held, _, _ in self._layers.values())
 
     def _grow_slots(self) -> None:
         """Make the pools as large as the slots that were given out."""

@@ -37,23 +37,16 @@ class LayerGroups:
         config: Settings.
         specs: Layer index -> what the config of the model says of that layer.
         max_positions: Longest sequence the model was made for, if its config says.
-
-    Attributes:
-        specs: The same.
-        store: Blocks and tensors, shared with the caches that were forked from this one.
-        precision: How layers are stored; settled when rows begin.
-        is_static: Whether every row has its blocks from the start.
-        blocks: Layer index -> where its K and V lie; filled as layers get their first.
     """
 
     def __init__(
         self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
     ) -> None:
         self.specs = specs
-        self.store = Store()
-        self.precision = Precision.of(config, specs, 0)
-        self.is_static = False
-        self.blocks: dict[int, LayerBlocks] = {}
+        self.store = Store()  # shared with the caches that were forked from this one
+        self.precision = Precision.of(config, specs, 0)  # settled when rows begin
+        self.is_static = False  # every row has its blocks from the start
+        self.blocks: dict[int, LayerBlocks] = {}  # by layer index; filled as layers get their first K and V
         self._config = config
         self._capacity = Capacity(config, specs, max_positions)
         self._by_window: dict[int | None, LayerGroup] = {}
@@ -115,27 +108,21 @@ class LayerGroups:
         Raises:
             PoolExhausted: Static rows cannot be that long.
         """
-        batch, new_tokens = new.batch, new.count
-        self.adapt(new_tokens)
+        self.adapt(new.count)
         if not self._by_window:
             self.is_static = would_be_static(new.shape.device)
         capacity = self._capacity.wanted_blocks(
-            batch,
-            new_tokens,
-            new.shape,
-            self.precision,
-            keep_history=keep_history,
-            is_static=self.is_static,
+            new, self.precision, keep_history=keep_history, is_static=self.is_static
         )
         if self.is_static:
-            self._fit_static_rows(batch, new_tokens, capacity)
+            self._fit_static_rows(new, capacity)
         elif any(group.store.num_blocks < capacity[window] for window, group in self._by_window.items()):
             for group in self.all:
                 group.grow(max(group.store.num_blocks, capacity[group.window]))
         for window in () if self._by_window else tuple(capacity):
-            self._by_window[window] = self._new_group(window, capacity[window], batch)
+            self._by_window[window] = self._new_group(window, capacity[window], new.batch)
         for group in self.all:
-            group.start(batch)
+            group.start(new.batch)
 
     def adapt(self, prompt_tokens: int) -> None:
         """Without rows: settle how those are stored that begin with so many tokens. Other pools go."""
@@ -150,8 +137,8 @@ class LayerGroups:
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place in a pool."""
-        self.blocks[layer_idx] = self.of(layer_idx).claim(layer_idx, shape)
-        return self.blocks[layer_idx]
+        blocks = self.blocks[layer_idx] = self.of(layer_idx).claim(layer_idx, shape)
+        return blocks
 
     def reserve(
         self,
@@ -187,8 +174,8 @@ class LayerGroups:
             return
         for group in self.all:
             group.check_faults()
-            if new_tokens == 1 and not keep_history:
-                self._give_back_chunk(group)
+            if new_tokens == 1 and not keep_history and group.window is not None:
+                self._give_back_chunk(group, group.window)
             group.store.collect()  # first: a block that only a dropped cache shares need not be copied
             needed = group.manager.blocks_needed(
                 new_tokens, keep_history=keep_history, padding_tokens=padding
@@ -223,18 +210,15 @@ class LayerGroups:
             block_size=size,
         )
 
-    def _give_back_chunk(self, group: LayerGroup) -> None:
+    def _give_back_chunk(self, group: LayerGroup, window: int) -> None:
         """Have a window's pool as small again as decode steps need it, after a chunk made it grow."""
-        if group.window is None:
-            return
-        num_blocks = group.manager.batch * self._capacity.window_blocks(group.window)
-        if num_blocks >= group.store.num_blocks:
-            return
-        group.store.collect()
-        # As the reservation of the next token would, which comes after this.
-        group.release_outside_window()
-        if group.store.blocks.num_referenced <= num_blocks:
-            group.shrink(num_blocks)
+        num_blocks = group.manager.batch * self._capacity.window_blocks(window)
+        if num_blocks < group.store.num_blocks:
+            group.store.collect()
+            # As the reservation of the next token would, which comes after this.
+            group.release_outside_window()
+            if group.store.blocks.num_referenced <= num_blocks:
+                group.shrink(num_blocks)
 
     def _provide(self, group: LayerGroup, needed: int, at_least: int = 0) -> bool:
         """Have so many blocks free, growing a group up to the capacity for its rows; False if it cannot."""
@@ -254,11 +238,6 @@ class LayerGroups:
         """Whether blocks are encoded, for all of their layers, when so many tokens come."""
         return any(group.dense.full(group.manager, new_tokens) for group in self.all)
 
-    def crop(self, num_tokens: int) -> None:
-        """Cut every row down to its first tokens."""
-        for group in self.all:
-            group.crop(num_tokens)
-
     def check_crop(self, num_tokens: int) -> None:
         """Raise a ValueError if rows cannot be cut to so many tokens; changes nothing."""
         for group in self.all if num_tokens > 0 and not self.is_static else ():
@@ -269,19 +248,10 @@ class LayerGroups:
         for group in () if self.is_static else self.all:
             group.release_outside_window()
 
-    def reorder(self, row_indices: Sequence[int]) -> None:
-        """Make the rows copies of the given old rows, by reference."""
-        for group in self.all:
-            group.reorder(row_indices)
-
     def reset(self) -> None:
         """Forget all rows and give their blocks back; pools stay."""
         for group in self.all:
             group.reset()
-
-    def pull_length(self) -> int:
-        """Tokens of static rows, asked of the device."""
-        return max(group.pull_length() for group in self.static)
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if blocks were lost, over all caches of the store."""
@@ -301,9 +271,10 @@ class LayerGroups:
         if store is not None:
             copied.store = store
         for window, group in self._by_window.items():
-            own = None
+            own, size = None, group.store.num_blocks
             if store is not None:
-                own = store.by_window[window] = group.store.like()
+                own = WindowStore(window, size, group.block_size, grows=group.store.grows)
+                store.by_window[window] = own
             fork = copied._by_window[window] = group.fork(own)
             if own is None:
                 self._prepare_to_share(fork)
@@ -331,10 +302,7 @@ class LayerGroups:
         """Groups with saved contents, or none, beside these, which stay as they are. Part of a change.
 
         They take blocks of the same store if enough are free there, otherwise they have one of their own.
-
-        Args:
-            saved: Checked contents, with rows.
-            first_tokens: Of the prompt by which formats were chosen.
+        Contents were checked, and have rows; formats are as for a prompt of `first_tokens`.
 
         Raises:
             PoolExhausted: A pool for so many rows cannot hold them.
@@ -394,8 +362,8 @@ class LayerGroups:
     def _new_group(self, window: int | None, num_blocks: int, batch: int) -> LayerGroup:
         specs = {index: spec for index, spec in self.specs.items() if spec.window == window}
         size = self._config.block_size_of(window)
-        grows = window is None and not self._capacity.is_asked_for and not self.is_static
         if window not in self.store.by_window:
+            grows = window is None and not self._capacity.is_asked_for and not self.is_static
             self.store.by_window[window] = WindowStore(window, num_blocks, size, grows=grows)
         store = self.store.by_window[window]
         if self.is_static:
@@ -410,18 +378,18 @@ class LayerGroups:
             guard=self._config.key_error_guard,
         )
 
-    def _fit_static_rows(self, batch: int, new_tokens: int, capacity: dict[int | None, int]) -> None:
+    def _fit_static_rows(self, new: NewTokens, capacity: dict[int | None, int]) -> None:
         """Share the pools out evenly over the rows, in the groups that there are."""
         for group in self.all:  # what they have counts as free memory no more
             capacity[group.window] = max(capacity[group.window], group.store.num_blocks)
         sizes = {window: self._config.block_size_of(window) for window in capacity}
-        row_tokens = min(blocks // batch * sizes[window] for window, blocks in capacity.items())
-        if new_tokens > row_tokens:
-            raise self.no_static_room(new_tokens, row_tokens, batch)
-        row_blocks = {window: -(-row_tokens // size) for window, size in sizes.items()}
-        capacity.update({window: batch * blocks for window, blocks in row_blocks.items()})
+        row_tokens = min(blocks // new.batch * sizes[window] for window, blocks in capacity.items())
+        if new.count > row_tokens:
+            raise self.no_static_room(new.count, row_tokens, new.batch)
+        for window, size in sizes.items():
+            capacity[window] = new.batch * -(-row_tokens // size)
         for group in self.static:
-            group.resize(row_blocks[group.window], capacity[group.window])
+            group.resize(capacity[group.window] // new.batch, capacity[group.window])
 
     def no_static_room(self, tokens: int, capacity: int, rows: int) -> PoolExhausted:
         """What to raise when static rows cannot be that long."""

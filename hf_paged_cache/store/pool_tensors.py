@@ -29,23 +29,14 @@ _NOWHERE: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What layers must agree on to lie in the same pool tensors.
-
-    Attributes:
-        kv_heads: Heads of K and V.
-        head_dim: Of K.
-        v_head_dim: Of V.
-        dtype: Of the model's K and V.
-        device: Where they are.
-        format: How they are stored; None as they come.
-    """
+    """What layers must agree on to lie in the same pool tensors."""
 
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of K
     v_head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the model's K and V
     device: torch.device
-    format: KVFormat | None = None
+    format: KVFormat | None = None  # None: as they come
 
     @classmethod
     def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> PoolShape:
@@ -69,17 +60,11 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """What a forward brings to a layer, but for its contents.
+    """What a forward brings to a layer, but for its contents."""
 
-    Attributes:
-        batch: Rows.
-        count: Tokens of every row.
-        shape: What pool tensors for them must be like.
-    """
-
-    batch: int
-    count: int
-    shape: PoolShape
+    batch: int  # rows
+    count: int  # tokens of every row
+    shape: PoolShape  # what pool tensors for them must be like
 
     @classmethod
     def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> NewTokens:
@@ -96,14 +81,12 @@ class PoolTensors:
 
     The memory is left uninitialised: on a CPU it costs nothing until a block is written.
 
-    Attributes:
+    Args:
         shape: What its layers agree on.
+        num_blocks: Blocks that there is room for.
         num_layers: Layers that there is room for.
         block_size: Tokens per block.
         grows: More blocks are expected, so that memory is taken that grows where it lies, if there is such.
-        layout: What the bytes of records mean, or None.
-        layers: Layer index -> its place in the second dimension.
-        held: K and V, or records, and their memory; replaced as one where their size changes.
     """
 
     def __init__(
@@ -114,16 +97,15 @@ class PoolTensors:
         self.block_size = block_size
         self.grows = grows
         self.layout = shape.layout(block_size)
-        self.layers: dict[int, int] = {}
+        self.layers: dict[int, int] = {}  # index -> place in the second dimension
         sizes = self._sizes(num_blocks)
         memory = [growing_memory(shape.device) for _ in sizes] if grows else []
-        self.held: Held = [], [each for each in memory if each is not None]
+        self.held: Held = [], [each for each in memory if each is not None]  # replaced as one
         tensors = self._in_place(num_blocks)
-        self.held = (
-            ([allocate(*each, shape.device, block_size) for each in sizes], [])
-            if tensors is None
-            else (tensors, self.held[1])
-        )
+        if tensors is None:
+            self.held = [allocate(*each, shape.device, block_size) for each in sizes], []
+        else:
+            self.held = tensors, self.held[1]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -159,12 +141,11 @@ class PoolTensors:
     def copy(
         self, num_blocks: int, used: Mapping[int, int], moved: Mapping[int, int] = _NOWHERE
     ) -> PoolTensors:
-        """The same layers in tensors of their own.
+        """The same layers in tensors of their own, which have `num_blocks`.
 
         Args:
             num_blocks: Blocks of the copy.
-            used: Id -> first tokens of a block that are copied. Other blocks are not touched, so that they
-                stay free of charge.
+            used: Id -> first tokens of a block that are copied. Others are not touched, and so cost nothing.
             moved: Id -> another one that it has in the copy.
         """
         copied = PoolTensors(
@@ -234,19 +215,13 @@ class LayerPool:
 
     A slot is a block in the model's dtype; a quantized layer keeps a few, `[slots, layers, kv_heads,
     block_size, head_dim]`.
-
-    Attributes:
-        tensors: Where blocks lie.
-        shape: What the layers agree on.
-        layout: What the bytes of records mean, or None.
-        slots: Where slots lie, or None.
     """
 
     def __init__(self, tensors: PoolTensors, *, num_slots: int = 0) -> None:
         self.tensors = tensors
         self.shape = tensors.shape
         self.layout = tensors.layout
-        self.slots: PoolTensors | None = None
+        self.slots: PoolTensors | None = None  # of quantized layers
         if tensors.layout is not None:
             self.slots = PoolTensors(
                 replace(tensors.shape, format=None),
@@ -275,16 +250,6 @@ class LayerPool:
         """Bytes of the slots."""
         return 0 if self.slots is None else self.slots.nbytes
 
-    def bytes_by_format(self, layers: int, blocks: int, slots: int) -> dict[str, int]:
-        """Format -> bytes that so many layers use of so many blocks, those in slots included."""
-        size = self.tensors.block_size
-        if self.shape.format is None:
-            return {"auto": layers * blocks * self.shape.block_bytes(size)}
-        return {
-            "auto": layers * slots * self.shape.dense_bytes(size),
-            self.shape.format.name: layers * (blocks - slots) * self.shape.block_bytes(size),
-        }
-
     def copy_blocks(self, src: list[int], dst: list[int]) -> None:
         """Copy whole blocks, all layers at once (copy-on-write)."""
         for tensor in self.tensors.tensors:
@@ -295,13 +260,15 @@ class LayerPool:
         self._move(dispatch.encode_blocks, slots, ids)
 
     def follow(self, moves: Moves) -> None:
-        """Bring slots up to what a reservation has changed in them: copies, and records that are decoded."""
+        """Bring slots and records up to what a reservation has changed in them."""
         if moves.copied and self.slots is not None:
             for tensor in self.slots.tensors:
                 dispatch.copy_blocks(tensor, *split_pairs(moves.copied))
         if moves.unsealed:
             ids, slots = split_pairs(moves.unsealed)
             self._move(dispatch.decode_blocks, slots, ids)
+        if moves.records:
+            self.copy_blocks(*split_pairs(moves.records))
 
     def grow_slots(self, num_slots: int) -> None:
         """Have so many slots; contents stay."""

@@ -16,19 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Precision:
-    """How the layers of a cache are stored.
+    """How the layers of a cache are stored."""
 
-    Attributes:
-        formats: Layer index -> its format, None for the model's own dtype.
-        sink_tokens: First tokens of every row that quantized layers keep as they came; None for one block.
-        residual_tokens: Newest tokens that they keep at least, in whole blocks.
-        needs_full_blocks: Whether a format encodes blocks when they are full, not token by token.
-    """
-
-    formats: dict[int, KVFormat | None]
-    sink_tokens: int | None = 0
-    residual_tokens: int = 0
-    needs_full_blocks: bool = False
+    formats: dict[int, KVFormat | None]  # by layer index; None for the model's own dtype
+    sink_tokens: int | None = 0  # first ones of a row that are kept as they came; None: a block
+    residual_tokens: int = 0  # newest ones that they keep at least, in whole blocks
+    needs_full_blocks: bool = False  # a format encodes blocks when they are full, not token by token
 
     @classmethod
     def of(cls, config: PagedCacheConfig, layers: Iterable[int], prompt_tokens: int) -> Precision:

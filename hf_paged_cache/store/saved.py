@@ -23,43 +23,25 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """K and V of one layer, of its own tokens only: all else in the blocks is zero.
-
-    Attributes:
-        format: Name of the format that it is stored in.
-        keys: `[blocks, kv_heads, block_size, head_dim]` of all blocks, or with a format of the dense ones.
-        values: `[blocks, kv_heads, block_size, v_head_dim]`, the same.
-        records: uint8 `[blocks, kv_heads, nbytes]` of the blocks that are not in `keys` and `values`.
-    """
+    """K and V of one layer, of its own tokens only: all else in the blocks is zero."""
 
     format: str
-    keys: torch.Tensor
-    values: torch.Tensor
-    records: torch.Tensor
+    keys: torch.Tensor  # `[blocks, kv_heads, block_size, head_dim]` of all blocks; quantized: of dense ones
+    values: torch.Tensor  # the same, with the head dim of V
+    records: torch.Tensor  # uint8 `[blocks, kv_heads, nbytes]` of the blocks that are not in the others
 
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """The layers of one window.
+    """The layers of one window."""
 
-    Attributes:
-        window: Tokens that a query sees, or None for all.
-        tables: Of every row, the numbers of its blocks, counted in the order of the tables, or NULL_BLOCK.
-        offsets: Of every row, columns of the batch before it begins.
-        first_held: First token that is what a forward stored.
-        dense: Numbers of the blocks that quantized layers keep in the model's dtype, in the order of
-            `SavedLayer.keys`.
-        unguarded: Layers that the guard has yet to look at.
-        layers: Layer index -> K and V, of the layers that have their places.
-    """
-
-    window: int | None
-    tables: list[list[int]]
-    offsets: list[int]
-    first_held: int
-    dense: list[int]
-    unguarded: list[int]
-    layers: dict[int, SavedLayer]
+    window: int | None  # tokens that a query sees, or None for all
+    tables: list[list[int]]  # of every row, numbers of its blocks, counted as they come here, or NULL_BLOCK
+    offsets: list[int]  # of every row, columns of the batch before it begins
+    first_held: int  # first token that is what a forward stored
+    dense: list[int]  # numbers of the dense blocks of quantized layers, in the order of `SavedLayer.keys`
+    unguarded: list[int]  # layers that the guard has yet to look at
+    layers: dict[int, SavedLayer]  # by index; those that have their places
 
     @property
     def num_blocks(self) -> int:
@@ -109,35 +91,20 @@ class SavedSettings:
 
 @dataclass(frozen=True)
 class SavedCache:
-    """All of a cache.
+    """All of a cache."""
 
-    Attributes:
-        version: Of this format.
-        settings: What must agree with the cache that loads it.
-        batch: Rows.
-        length: Tokens per row.
-        tokens: Layer index -> tokens per row that this layer holds.
-        record_past: Window layers keep what they would drop.
-        input_ids: `[rows, known tokens]`.
-        owner: What tells the weights that computed K and V from others; None if that is not known.
-        padding: What is remembered of rows that begin with padding.
-        groups: One per window; none without rows.
-        hosts: Attributes of the layers (and parts of them) that are of the host's own classes.
-        checksum: Of all the rest.
-    """
-
-    version: int
+    version: int  # of this format
     settings: SavedSettings
-    batch: int
-    length: int
-    tokens: dict[int, int]
-    record_past: bool
-    input_ids: torch.Tensor
-    owner: SavedWeights | None
+    batch: int  # rows
+    length: int  # tokens per row
+    tokens: dict[int, int]  # layer index -> tokens per row that it holds
+    record_past: bool  # window layers keep what they would drop
+    input_ids: torch.Tensor  # `[rows, known tokens]`
+    owner: SavedWeights | None  # tells the weights that computed K and V from others; None if not known
     padding: SavedPadding
-    groups: list[SavedGroup]
-    hosts: list[dict[str, Any]]
-    checksum: str = ""
+    groups: list[SavedGroup]  # one per window; none without rows
+    hosts: list[dict[str, Any]]  # attributes of the layers (and parts of them) of the host's own classes
+    checksum: str = ""  # of all the rest
 
 
 def plain(value: Any) -> Any:

@@ -48,11 +48,6 @@ class StaticGroup(LayerGroup):
     """A layer group whose rows have `row_blocks` blocks each, whatever they hold.
 
     It has its store alone, and blocks outside a window stay.
-
-    Attributes:
-        static_blocks: Layer index -> what a compiled step reads and writes.
-        readers: Layer index -> what has read it last.
-        vetted: Layers whose model's eager function computes what the kernel does, as a try has shown.
     """
 
     HAS_FIXED_ROWS = True
@@ -61,9 +56,9 @@ class StaticGroup(LayerGroup):
         self, specs: dict[int, LayerSpec], store: WindowStore, precision: Precision, *, row_blocks: int
     ) -> None:
         super().__init__(specs, store, precision, row_blocks=row_blocks)
-        self.static_blocks: dict[int, StaticBlocks] = {}
-        self.readers: dict[int, Reader] = {}
-        self.vetted: set[int] = set()
+        self.static_blocks: dict[int, StaticBlocks] = {}  # by layer; what a compiled step reads and writes
+        self.readers: dict[int, Reader] = {}  # by layer; what has read it last
+        self.vetted: set[int] = set()  # layers whose eager function computes what the kernel does, by a try
         reason = triton.unavailable_reason()
         if reason is not None:
             raise BackendUnavailable(

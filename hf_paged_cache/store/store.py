@@ -26,21 +26,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def nothing() -> Saved:
-    """For changes of a store alone."""
-    return Saved(lambda: None, lambda: None)
-
-
 class Store:
-    """The window stores of one or more caches.
-
-    Attributes:
-        lock: Held by whoever changes what belongs to whom.
-        by_window: Window -> blocks for its layers.
-    """
+    """The window stores of one or more caches."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held by whoever changes what belongs to whom
         self.by_window: dict[int | None, WindowStore] = {}
         self._undo: tuple[Frame, Restore] | None = None
 
@@ -57,11 +47,8 @@ class Store:
 
         Args:
             save: Remembers what the change will touch, outside the store as well.
-            make: The change. What it overwrites in tensors must lie in blocks that were free when it began,
-                or `keep` has to be called first.
-
-        Returns:
-            What `make` returns.
+            make: The change; what it returns is returned. What it overwrites in tensors must lie in blocks
+                that were free when it began, or `keep` has to be called first.
 
         Raises:
             PagedCacheError: A change is in progress in this very thread: a signal's handler asks, say.
@@ -113,12 +100,13 @@ class Store:
 
     def collect(self) -> None:
         """Take back the blocks of caches that were dropped."""
-        if any(each.has_left for each in self.by_window.values()):
-            self.change(nothing, self._collect)
 
-    def _collect(self) -> None:
-        for each in self.by_window.values():
-            each.collect()
+        def make() -> None:
+            for each in self.by_window.values():
+                each.collect()
+
+        if any(each.has_left for each in self.by_window.values()):
+            self.change(lambda: Saved(lambda: None, lambda: None), make)
 
     @property
     def num_caches(self) -> int:

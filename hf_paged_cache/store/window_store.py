@@ -19,32 +19,18 @@ if TYPE_CHECKING:
 
 
 class WindowStore:
-    """The part of a store for layers that keep the same tokens (all, or those of one window).
-
-    Attributes:
-        window: Tokens a query sees, or None for all.
-        block_size: Tokens per block.
-        grows: It began with less than it may need.
-        blocks: Who refers to which block.
-        tensors: Where blocks lie, for each shape and format of layers.
-        version: Bumped when tensors were replaced by others; holders then look where their layers lie.
-        streams: Of a GPU, that its blocks are used on.
-    """
+    """The part of a store for layers that keep the same tokens (all, or those of one window)."""
 
     def __init__(self, window: int | None, num_blocks: int, block_size: int, *, grows: bool = False) -> None:
-        self.window = window
+        self.window = window  # tokens a query sees, or None for all
         self.block_size = block_size
-        self.grows = grows
+        self.grows = grows  # it begins with less than it may need
         self.blocks = BlockPool(num_blocks)
-        self.tensors: list[PoolTensors] = []
-        self.version = 0
-        self.streams = Streams()
+        self.tensors: list[PoolTensors] = []  # where blocks lie, for each shape and format of layers
+        self.version = 0  # bumped when tensors are replaced; holders then look where their layers lie
+        self.streams = Streams()  # of a GPU, that its blocks are used on
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._left: deque[BlockManager] = deque()
-
-    def like(self) -> WindowStore:
-        """An empty one of the same kind and size."""
-        return WindowStore(self.window, self.num_blocks, self.block_size, grows=self.grows)
 
     @property
     def num_blocks(self) -> int:
@@ -60,11 +46,6 @@ class WindowStore:
     def holders(self) -> list[Holder]:
         """All who hold blocks or may do so: one for each cache."""
         return list(self._holders)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all holders."""
-        return sum(holder.manager.batch for holder in self._holders)
 
     @property
     def is_shared(self) -> bool:
@@ -115,14 +96,10 @@ class WindowStore:
                 each.held = before
             if self.version != version:
                 self.version += 1  # the larger tensors may have been found already
-            self.rebuild(num_blocks)
+            # The tables of all holders say who holds which block.
+            self.blocks.rebuild(num_blocks, [rows for each in holders for rows in each.manager.holdings()])
 
         return restore
-
-    def rebuild(self, num_blocks: int | None = None) -> None:
-        """Count anew who holds which block. The tables of all holders say it."""
-        holdings = [rows for holder in self.holders for rows in holder.manager.holdings()]
-        self.blocks.rebuild(num_blocks or self.num_blocks, holdings)
 
     def claim(self, layer_idx: int, shape: PoolShape, num_layers: int) -> tuple[PoolTensors, int]:
         """The tensors of a layer and its place there; if some have to be made, for so many layers."""
@@ -147,34 +124,24 @@ class WindowStore:
         if not any(pool.tensors is tensors for holder in self._holders for pool in holder.pools):
             self.tensors.remove(tensors)
 
-    def grow(self, num_blocks: int) -> None:
-        """Enlarge all tensors to `num_blocks`; ids and contents stay. All of them or none."""
-        used = self.blocks.referenced()
-        self._order_streams()
-        larger = [tensors.resized(num_blocks, used) for tensors in self.tensors]
-        self.blocks.grow(num_blocks - self.num_blocks)
-        for tensors, held in zip(self.tensors, larger, strict=True):
-            tensors.held = held
-        self.version += 1
-
-    def shrink(self, num_blocks: int) -> dict[int, int]:
-        """Make all tensors as small as `num_blocks`, which is enough for what is referenced.
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Have `num_blocks` in all tensors, enough for what is referenced; contents stay. All or none.
 
         Returns:
             Old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
         """
-        used = self.blocks.referenced()
-        self._order_streams()
-        moved = self.blocks.moves_to_shrink(num_blocks)
-        smaller = [tensors.resized(num_blocks, used, moved) for tensors in self.tensors]
-        for tensors, held in zip(self.tensors, smaller, strict=True):
-            tensors.held = held
-        self.blocks.shrink(num_blocks, moved)
-        self.version += 1
-        return moved
-
-    def _order_streams(self) -> None:
-        """Let what other streams have queued end before tensors are copied, and before they are freed."""
+        used, more = self.blocks.referenced(), num_blocks - self.num_blocks
+        # What other streams have queued ends before tensors are copied, and before they are freed.
         for tensors in self.tensors:
             self.streams.enter(tensors.shape.device, takes_blocks=True)
             self.streams.retire(tensors.tensors)
+        moved = {} if more >= 0 else self.blocks.moves_to_shrink(num_blocks)
+        resized = [tensors.resized(num_blocks, used, moved) for tensors in self.tensors]
+        if more >= 0:
+            self.blocks.grow(more)
+        else:
+            self.blocks.shrink(num_blocks, moved)
+        for tensors, held in zip(self.tensors, resized, strict=True):
+            tensors.held = held
+        self.version += 1
+        return moved

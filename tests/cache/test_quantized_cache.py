@@ -17,7 +17,7 @@ from hf_paged_cache.forward.recurrent_state import HostStates
 from hf_paged_cache.store import pool_tensors
 from hf_paged_cache.store.device.fault_flags import Faults
 from tests.blocks.rows import Counted
-from tests.support.models import shared_model
+from tests.support.models import cache_kwarg, shared_model
 from tests.support.quantized import BLOCK, NAMES, cache_of, feed, ids, states, update_all
 
 
@@ -232,6 +232,20 @@ def test_sinks_and_residual_can_be_longer(model: Any, name: str) -> None:
         assert exact[: 2 * BLOCK].all()
         assert exact[6 * BLOCK :].all()
         assert not exact[2 * BLOCK : 6 * BLOCK].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_which_some_are_in_their_sinks_still_are_copied_whole(model: Any, name: str) -> None:
+    mask = torch.ones(2, 41, dtype=torch.long)
+    mask[1, :30] = 0
+    logits = []
+    for is_fork in (False, True):
+        cache = cache_of(model, name, sink_tokens=BLOCK)
+        with torch.no_grad():
+            model(ids(40), attention_mask=mask[:, :40], **{cache_kwarg(): cache})
+            cache = cache.fork() if is_fork else cache
+            logits.append(model(ids(1), attention_mask=mask, **{cache_kwarg(): cache}).logits)
+    assert torch.equal(*logits)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

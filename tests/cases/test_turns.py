@@ -32,6 +32,7 @@ from tests.support.chats import (
     prompt,
     reference,
 )
+from tests.support.error_bounds import error_bound
 from tests.support.models import cache_kwargs, host_cache, shared_model
 from tests.support.padded import left_padded, positions
 from tests.support.quantized import cache_of, states, update_all
@@ -403,7 +404,7 @@ def test_what_a_crop_back_into_a_block_moves_is_bounded_and_a_fork_moves_nothing
         codec = getattr(codecs, side)
         assert torch.equal(getattr(cache.layers[0], side) + 0, getattr(fresh.layers[0], side) + 0)
         bound = sum(
-            codec.error_bound(side_block).expand_as(side_block)
+            error_bound(codec, side_block).expand_as(side_block)
             for side_block in (
                 torch.cat((before[index], first[index]), 2)[:, :, block],
                 torch.cat((rounded_once[index], second[index]), 2)[:, :, block],

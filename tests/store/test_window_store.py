@@ -28,7 +28,7 @@ def holder_of(store: WindowStore, tokens: int) -> Holder:
 def test_blocks_of_a_dropped_holder_come_back_when_they_are_collected() -> None:
     store = WindowStore(None, 8, 4)
     kept, dropped = holder_of(store, 9), holder_of(store, 6)
-    assert (store.num_available, store.num_rows, store.is_shared) == (3, 2, True)
+    assert (store.num_available, store.is_shared) == (3, True)
     del dropped
     assert (store.num_available, store.has_left) == (3, True)
     store.collect()
@@ -52,7 +52,7 @@ def test_what_is_restored_has_the_holders_and_blocks_of_before() -> None:
     restore = store.save()
     late = holder_of(store, 5)
     holder.manager.reset()
-    store.grow(9)
+    store.resize(9)
     holder.manager.start(1)
     holder.manager.reserve(6)
     restore()

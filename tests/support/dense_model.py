@@ -16,6 +16,8 @@ import torch
 from hf_paged_cache.formats import Codec, KVFormat
 from hf_paged_cache.formats.int8_token import Int8Token
 
+from .error_bounds import error_bound
+
 _ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 
 
@@ -52,9 +54,9 @@ class Layout:
     def error_bound(self, codec: Codec, x: torch.Tensor) -> torch.Tensor:
         """The most that x may change when it becomes bytes and is read again."""
         wide = x.float()
-        bound = codec.error_bound(wide).expand_as(wide)
+        bound = error_bound(codec, wide).expand_as(wide)
         if self.is_guarded and codec.bits == 4:
-            bound = torch.maximum(bound, Int8Token().error_bound(wide))
+            bound = torch.maximum(bound, error_bound(Int8Token(), wide))
         if x.dtype != torch.float32:  # it is rounded to the model's dtype, each value by its own size
             return bound + (wide.abs() + bound) * _ROUNDING[x.dtype]
         return bound + _ROUNDING[x.dtype] * wide.abs().amax()

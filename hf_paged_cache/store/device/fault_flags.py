@@ -13,12 +13,7 @@ from hf_paged_cache.errors import UnstorableValueError
 
 
 class Faults:
-    """The flags of the quantized layers on one device.
-
-    Args:
-        device: Where kernels run.
-        layers: Indices of the layers.
-    """
+    """The flags of the quantized layers, given by their indices, on one device."""
 
     def __init__(self, device: torch.device, layers: list[int]) -> None:
         self._layers = layers

@@ -8,7 +8,6 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return min(_available_ram_bytes(), _cgroup_headroom_bytes())
+    return min(_meminfo_bytes("MemAvailable") or _physical_ram_bytes(), _cgroup_headroom_bytes())
 
 
 def total_memory_bytes(device: torch.device) -> int | None:
@@ -34,10 +33,6 @@ def total_memory_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     return _meminfo_bytes("MemTotal", "SwapTotal") or _physical_ram_bytes()
-
-
-def _available_ram_bytes() -> int:
-    return _meminfo_bytes("MemAvailable") or _physical_ram_bytes()
 
 
 def _meminfo_bytes(*names: str) -> int:
@@ -105,9 +100,4 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = tensor.data_ptr() + tensor.nbytes - start
     if length >= 2 * _HUGE_PAGE_BYTES:
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)

@@ -25,17 +25,12 @@ class DeviceTables:
         dense: Which blocks to mark, if any.
         row_blocks: Blocks of the longest row that is expected; tables are made that wide.
         is_fixed: Tables have just that many columns, and lengths lie on CPUs too.
-
-    Attributes:
-        row_blocks: The same.
-        tokens: Tokens of every row.
-        offsets: Of every row, columns before it begins; empty if all begin with the first.
     """
 
     def __init__(self, manager: BlockManager, dense: DenseBlocks, row_blocks: int, *, is_fixed: bool) -> None:
         self.row_blocks = row_blocks
-        self.tokens = 0
-        self.offsets: tuple[int, ...] = ()
+        self.tokens = 0  # of every row
+        self.offsets: tuple[int, ...] = ()  # as of `BlockManager`
         self._manager = manager
         self._dense = dense
         self._is_fixed = is_fixed

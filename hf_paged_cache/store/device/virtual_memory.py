@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ class Driver:
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
         """uint8 `[size]` at an address; keeps its owner alive."""
-        return torch.as_tensor(_Bytes(address, size, owner), device=self._device)
+        at = {"shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2}
+        array = SimpleNamespace(owner=owner, __cuda_array_interface__=at)
+        return torch.as_tensor(array, device=self._device)
 
     def synchronize(self) -> None:
         """Wait until nothing uses memory that is about to be taken back."""
@@ -119,20 +122,6 @@ class Driver:
             code = getattr(self._library, name)(*arguments)
         if code:
             raise RuntimeError(f"{name} failed with {code}")
-
-
-class _Bytes:
-    """What torch makes a tensor of."""
-
-    def __init__(self, address: int, size: int, owner: object) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 2,
-        }
 
 
 class GrowingMemory:
