@@ -36,13 +36,13 @@ test-oldest: $(OLDEST_VENV)/.ready
 		tests/forward/test_left_padding.py tests/forward/test_positions.py tests/eval/zoo/test_zoo_subset.py \
 		tests/tools/test_planner.py tests/tools/test_format_sizes.py tests/tools/test_cli.py tests/tools/test_doctor.py \
 		tests/tools/test_timeline.py tests/display/test_html.py
-	$(OLDEST_VENV)/bin/python -m dev.aot --targets sm_90
+	$(OLDEST_VENV)/bin/python -m dev.aot --targets sm_90 --variants "decode*" "prefill rows" "write*" "copy*" "int4*"
 
 # The C++ kernels under the sanitizers of addresses and of undefined behaviour, for each instruction set: minutes.
 sanitize: $(VENV)/.ready
 	$(BIN)/python -m tests.sanitize
 
-check: $(VENV)/.ready
+check: structure
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from eval.bench.context import Bench, Context
-from eval.core.table import Bound, Cell, Column, Row, fixed
+from eval.core.table import Cell, Column, Row, fixed, required
 from hf_paged_cache.blocks import BlockPool
 
 POOL_SIZES = (1_000, 10_000, 100_000)
@@ -29,13 +29,11 @@ Requests = list[list[int]]
 
 
 def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
-    timings: dict[str, dict[int, list[float]]] = {}
+    repetitions: list[dict[int, dict[str, float]]] = []
     for repetition in range(context.rounds(REPETITIONS)):
         context.progress(f"blocks: repetition {repetition + 1}")
-        for num_blocks in POOL_SIZES:
-            for operation, microseconds in time_pool(num_blocks).items():
-                timings.setdefault(operation, {}).setdefault(num_blocks, []).append(microseconds)
-    return [_row(operation, by_size) for operation, by_size in timings.items()], (
+        repetitions.append({num_blocks: time_pool(num_blocks) for num_blocks in POOL_SIZES})
+    return [_row(operation, repetitions) for operation in repetitions[0][POOL_SIZES[0]]], (
         f"CPU time per block, requests of {BLOCKS_PER_REQUEST} blocks, medians; "
         f"x: over the pool of {POOL_SIZES[0]:,} blocks.",
     )
@@ -53,15 +51,15 @@ def _columns() -> tuple[Column, ...]:
 BENCH = Bench("blocks", "bookkeeping of one block, by size of the pool", _columns(), _measure)
 
 
-def _row(operation: str, by_size: dict[int, list[float]]) -> Row:
-    medians = {size: statistics.median(values) for size, values in by_size.items()}
-    smallest = medians[POOL_SIZES[0]]
+def _row(operation: str, repetitions: list[dict[int, dict[str, float]]]) -> Row:
+    medians = {
+        size: statistics.median(timed[size][operation] for timed in repetitions) for size in POOL_SIZES
+    }
     cells: dict[str, Cell] = {"operation": operation}
     for size, median in medians.items():
         cells[f"us_at_{size}"] = median
-        cells[f"ratio_at_{size}"] = None if size == POOL_SIZES[0] else median / smallest
-    slowest = Bound("slowest", max(medians.values()), LIMIT_US, at_least=False, unit=" µs")
-    return Row(cells, (slowest,))
+        cells[f"ratio_at_{size}"] = None if size == POOL_SIZES[0] else median / medians[POOL_SIZES[0]]
+    return Row(cells, required("slowest", max(medians.values()), LIMIT_US, at_least=False, unit=" µs"))
 
 
 def time_pool(num_blocks: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ import typer
 
 from eval.core.console import EXIT_WRONG, check_writable, header, terminal, usage_errors, write_json
 from eval.core.errors import UsageError
-from eval.core.table import Result, WrongAnswer
+from eval.core.table import WrongAnswer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -30,24 +30,17 @@ def bench(
     """
     from eval.bench.kernel_tests import NotGreen
 
-    wrong = "the kernels are not known to be right, so no speed is reported"
     try:
         with usage_errors():
             run(only, quick, json_file)
     except (NotGreen, WrongAnswer) as error:
-        what = wrong if isinstance(error, NotGreen) else "wrong answer, so no speed is reported"
-        typer.echo(f"{what}: {error}", err=True)
+        what = "wrong answer" if isinstance(error, WrongAnswer) else "the kernels are not known to be right"
+        typer.echo(f"{what}, so no speed is reported: {error}", err=True)
         raise typer.Exit(EXIT_WRONG) from error
 
 
-def run(only: str | None, quick: bool, json_file: Path | None) -> list[Result]:
-    """Run the kernel tests, then the benches; print their tables and what is required, write the JSON file.
-
-    Raises:
-        UsageError: an unknown bench, a backend that cannot run, or a file that cannot be written.
-        NotGreen: the kernel tests fail or cannot be run.
-        WrongAnswer: a cache computed something wrong.
-    """
+def run(only: str | None, quick: bool, json_file: Path | None) -> None:
+    """Run the kernel tests, then the benches; print tables and what is required, write the JSON file."""
     console = terminal()
     import torch
 
@@ -80,7 +73,6 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> list[Result]:
             "results": [result.to_dict() for result in results],
         }
         write_json(json_file, document)
-    return results
 
 
 def _backend() -> tuple[str, str | None]:

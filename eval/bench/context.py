@@ -58,8 +58,7 @@ class Bench:
     name: str  # what `--only` calls it
     title: str  # of its table
     columns: tuple[Column, ...]  # of its table
-    # the rows, and notes on what the columns mean; raises `WrongAnswer` instead of reporting the speed of
-    # something wrong
+    # rows, and notes on the columns; raises `WrongAnswer` instead of telling the speed of something wrong
     measure: Callable[[Context], tuple[list[Row], tuple[str, ...]]]
 
     def run(self, context: Context) -> Result:

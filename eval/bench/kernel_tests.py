@@ -1,9 +1,17 @@
-"""No speed of kernels whose tests are red: runs those of the backend in use before anything is measured."""
+"""No speed of kernels whose tests are red: runs those of the backend in use before anything is measured.
+
+They need not run again while nothing that they depend on changed. It loads quickly: the process that runs the
+tests begins with it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
+import json
 import os
+import platform
 import shlex
 import sys
 from collections import defaultdict
@@ -13,14 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.bench import green
 from eval.core.isolation import Workers, tell
 
 if TYPE_CHECKING:
     import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout that this file is in."""
+ROOT = Path(__file__).resolve().parents[2]  # the checkout that this file is in
 FOLDER = "tests/kernels"
 FILES = {
     "cpp": ("test_cpp.py", "test_cpp_quantized.py", "test_prefill.py"),
@@ -34,6 +40,15 @@ NOT_IN_USE = {"torch": ("test_quantized and reference",), "reference": ("test_qu
 ISAS = ("avx512", "avx2", "portable")
 _LAST_LINES = 3
 
+_FOLDERS = ("hf_paged_cache", "tests")
+_FILES = ("pyproject.toml", "eval/bench/kernel_tests.py", "eval/core/isolation.py")
+_PACKAGES = ("torch", "transformers", "triton", "numpy", "pytest", "hypothesis")
+_VARIABLES = (
+    "HF_PAGED_CACHE_", "CXX", "TRITON_", "OMP_", "GOMP_", "MKL_", "ATEN_", "TORCH", "PYTORCH_", "PYTHON",
+    "LD_",
+)  # fmt: skip
+"""Beginnings of the names of environment variables that choose a backend or how it computes."""
+
 
 class NotGreen(Exception):
     """The kernel tests fail, or cannot say that all is well; the message is one line with the way out."""
@@ -44,15 +59,18 @@ class Selection:
     """Tests of one backend."""
 
     backend: str  # which one
-    files: tuple[str, ...]  # in `FOLDER`
     left_out: tuple[str, ...] = ()  # expressions of `pytest -k` for tests that are not run
+
+    @property
+    def files(self) -> list[str]:
+        """Their files."""
+        return [f"{FOLDER}/{name}" for name in FILES[self.backend]]
 
     @property
     def arguments(self) -> list[str]:
         """As pytest takes them."""
         without = " or ".join(f"({expression})" for expression in self.left_out)
-        chosen = [f"{FOLDER}/{name}" for name in self.files]
-        return ["-m", "not slow", *(["-k", f"not ({without})"] if without else []), *chosen]
+        return ["-m", "not slow", *(["-k", f"not ({without})"] if without else []), *self.files]
 
     @property
     def name(self) -> str:
@@ -74,16 +92,15 @@ class Outcome:
     from_earlier_run: bool = False
 
     def __str__(self) -> str:
-        when = (
-            f"on {self.finished}, nothing changed since" if self.from_earlier_run else f"{self.seconds:.0f} s"
-        )
+        earlier = f"on {self.finished}, nothing changed since"
+        when = earlier if self.from_earlier_run else f"{self.seconds:.0f} s"
         return f"kernel tests ({self.backend}): {self.passed} passed, {self.skipped} skipped, {when}"
 
 
 def select(backend: str, isa: str | None, quick: bool) -> Selection:
     """The tests of a backend; a quick run leaves out what is not in use on this machine."""
     unused = [other for other in ISAS if isa is not None and other != isa]
-    return Selection(backend, FILES[backend], (*NOT_IN_USE.get(backend, ()), *unused) if quick else ())
+    return Selection(backend, (*NOT_IN_USE.get(backend, ()), *unused) if quick else ())
 
 
 def require_green(
@@ -96,22 +113,19 @@ def require_green(
 ) -> Outcome:
     """Run the kernel tests of a backend in a checkout, unless they passed before and nothing changed since.
 
-    A quick run leaves out what is not in use, other instruction sets than `isa` for one.
-
-    Raises:
-        NotGreen: a test failed, none ran, or they cannot be run from here.
+    A quick run leaves out what is not in use, other instruction sets than `isa` for one. `NotGreen`: a test
+    failed, none ran, or they cannot be run from here.
     """
     _check_can_run(root)
-    enough = [select(backend, isa, quick), select(backend, isa, quick=False)]
-    for selection in enough:
-        noted = green.recall(selection.name, green.digest(root, backend, selection.arguments))
+    selection = select(backend, isa, quick)
+    before = digest(root, selection)
+    for enough in (selection, select(backend, isa, quick=False)):
+        noted = recall(enough.name, digest(root, enough))
         if noted is not None:
             return Outcome(**{**noted, "from_earlier_run": True})
-    selection = enough[0]
-    before = green.digest(root, backend, selection.arguments)
     outcome = _run(selection, progress, root)
-    if green.digest(root, backend, selection.arguments) == before:  # nobody edited meanwhile
-        green.note(selection.name, before, asdict(outcome))
+    if digest(root, selection) == before:  # nobody edited meanwhile
+        note(selection.name, before, asdict(outcome))
     return outcome
 
 
@@ -138,7 +152,8 @@ def _run(selection: Selection, progress: Callable[[str], object], root: Path) ->
         progress(f"kernel tests ({selection.backend}): {done} of {sum(found['collected'])}")
 
     # With tensors so small, threads that wait actively on a busy machine take ten times as long.
-    environment = {"PYTHONPATH": os.pathsep.join(_paths()), "OMP_WAIT_POLICY": "PASSIVE"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_WAIT_POLICY": "PASSIVE"}
     workers = Workers(run_pytest, environment=environment, on_event=follow)
     done = workers.one(root, selection.arguments)
     again = f"see it with (in {root}): {shlex.join(['python', '-m', 'pytest', *selection.arguments])}"
@@ -152,11 +167,12 @@ def _run(selection: Selection, progress: Callable[[str], object], root: Path) ->
     if not found["passed"]:
         raise NotGreen(
             f"no kernel test of backend {selection.backend!r} ran ({len(found['skipped'])} skipped) of "
-            f"{', '.join(selection.files)} in {root / FOLDER}; run from a full checkout of the project"
+            f"{', '.join(FILES[selection.backend])} in {root / FOLDER}; "
+            "run from a full checkout of the project"
         )
     return Outcome(
         selection.backend,
-        [f"{FOLDER}/{name}" for name in selection.files],
+        selection.files,
         list(selection.left_out),
         len(found["passed"]),
         len(found["skipped"]),
@@ -165,8 +181,77 @@ def _run(selection: Selection, progress: Callable[[str], object], root: Path) ->
     )
 
 
-def _paths() -> list[str]:
-    return [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+# --- what a green run saves ---------------------------------------------------------------------------------
+
+
+def digest(root: Path, tests: Selection) -> str:
+    """A name for all that the outcome of tests in a checkout depends on.
+
+    The sources of the package and of its tests, byte by byte; the arguments that select tests; versions; the
+    processor; the compiled library, whose name tells compiler and flags; threads and environment variables.
+    """
+    total = hashlib.sha256(json.dumps([tests.arguments, facts(tests.backend)], sort_keys=True).encode())
+    sources = [path for folder in _FOLDERS for path in (root / folder).rglob("*")]
+    for path in sorted([*sources, *(root / name for name in _FILES)]):
+        if not path.is_file() or "__pycache__" in path.parts:
+            continue
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()
+
+
+def facts(backend: str) -> dict[str, Any]:
+    """What the tests depend on besides sources, ready for JSON."""
+    import torch
+
+    from eval.core.device import describe, package_version
+
+    described = describe(torch.device("cpu"))
+    return {
+        **{key: described[key] for key in ("machine", "cpu", "cpu_count", "torch_threads")},
+        "python": platform.python_version(),
+        "versions": {package: package_version(package) for package in _PACKAGES},
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "library": _library() if backend == "cpp" else None,
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)},
+    }
+
+
+def recall(name: str, wanted: str) -> dict[str, Any] | None:
+    """What was noted under a name, if it was noted with this digest; None otherwise."""
+    try:
+        noted = json.loads(_path(name).read_text(encoding="utf-8"))
+        return dict(noted["outcome"]) if noted["digest"] == wanted else None
+    except (OSError, ValueError, KeyError, TypeError):  # none, damaged, no home
+        return None
+
+
+def note(name: str, made: str, outcome: dict[str, Any]) -> None:
+    """Note a green run in place of the last one of this name; where nothing can be written, do nothing."""
+    from hf_paged_cache.kernels.cpp import library_folder
+
+    with contextlib.suppress(OSError):
+        path = _path(name)
+        library_folder.make(path.parent)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps({"digest": made, "outcome": outcome}, indent=1), encoding="utf-8")
+        os.replace(draft, path)
+
+
+def _path(name: str) -> Path:
+    from hf_paged_cache.kernels.cpp import library_folder
+
+    return library_folder.cache_dir() / f"kernel-tests-{name}.json"
+
+
+def _library() -> str | None:
+    """The name of the compiled kernel, which hashes its sources, flags and compiler."""
+    from hf_paged_cache.kernels.cpp import build
+
+    try:
+        return build.load().stem
+    except (build.BuildError, OSError):
+        return None
 
 
 # --- in a process of their own ------------------------------------------------------------------------------

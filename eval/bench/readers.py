@@ -39,9 +39,7 @@ class Reader:
     def percent(self, timings: Timings, name: str, read_bytes: float) -> float:
         """Bandwidth of a contender that reads so many bytes in a step, of this reader's in its rounds."""
         rounds = zip(timings.seconds[name], timings.seconds[self.name], strict=True)
-        return 100 * statistics.median(
-            (read_bytes / theirs) / (self.bytes_read / ours) for theirs, ours in rounds
-        )
+        return 100 * statistics.median(read_bytes / a / (self.bytes_read / b) for a, b in rounds)
 
     def cells(self, timings: Timings, name: str, read_bytes: float) -> dict[str, Cell]:
         """The cells of `COLUMNS` for a contender that reads so many bytes in a step."""
@@ -97,11 +95,11 @@ def fastest(budget_s: float) -> tuple[Reader, list[Row]]:
     candidates = readers()
     timings = interleave([r.contender() for r in candidates], budget_s=budget_s)
     best = max(candidates, key=lambda reader: reader.bytes_per_s(timings))
-    rows: list[dict[str, Cell]] = [
-        {"method": r.name, "gb_per_s": r.bytes_per_s(timings) / 1e9, "best": "best" if r is best else None}
-        for r in candidates
+    speeds = {r.name: r.bytes_per_s(timings) / 1e9 for r in candidates}
+    return best, [
+        Row({"method": name, "gb_per_s": speed, "best": "best" if name == best.name else None})
+        for name, speed in speeds.items()
     ]
-    return best, [Row(cells) for cells in rows]
 
 
 def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:

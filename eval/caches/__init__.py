@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from . import paged, stock
-from .base import CacheEntry, CacheUnavailable, Demand, restore_attention, tensor_bytes
+from .base import CacheEntry, CacheUnavailable, Demand, tensor_bytes
 
-__all__ = [
-    "ALIASES",
-    "CACHES",
-    "CacheEntry",
-    "CacheUnavailable",
-    "Demand",
-    "restore_attention",
-    "tensor_bytes",
-]
+__all__ = ["ALIASES", "CACHES", "CacheEntry", "CacheUnavailable", "Demand", "tensor_bytes"]
 
 CACHES: dict[str, CacheEntry] = {entry.name: entry for entry in (*stock.ENTRIES, *paged.ENTRIES)}
 """Name -> contender, in the order of the table."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.core.measure import KvBytes
-from hf_paged_cache import disable
 from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 
@@ -36,11 +35,6 @@ class CacheEntry:
     kv_bytes: Callable[[Any], KvBytes]  # reads a cache that has just been used
     # a cache that goes on from where the first one is, without changing it
     duplicate: Callable[[Any], Any] = copy.deepcopy
-
-
-def restore_attention(model: Any) -> None:
-    """Undo what a paged cache did to the model's attention; no effect on a model never patched."""
-    disable(model)
 
 
 def tensor_bytes(cache: Any) -> KvBytes:

@@ -7,15 +7,14 @@ import functools
 from typing import Any
 
 from eval.core.measure import KvBytes
+from hf_paged_cache import PagedCache, disable
 from hf_paged_cache.config import DTYPE_ALIASES, LAYER_DTYPES, KVCacheDtype
 
-from .base import CacheEntry, CacheUnavailable, Demand, restore_attention
+from .base import CacheEntry, CacheUnavailable, Demand
 
 
 def _create(kv_cache_dtype: KVCacheDtype, model: Any, demand: Demand) -> Any:
-    from hf_paged_cache import PagedCache
-
-    restore_attention(model)
+    disable(model)
     try:
         return PagedCache(model, kv_cache_dtype=kv_cache_dtype, max_tokens=demand.rows * demand.tokens)
     except ValueError as error:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from eval.core.measure import KvBytes
+from hf_paged_cache import disable
 
-from .base import CacheEntry, CacheUnavailable, Demand, restore_attention, tensor_bytes
+from .base import CacheEntry, CacheUnavailable, Demand, tensor_bytes
 
 AXES: dict[str, dict[str, int]] = {"quanto": {}, "hqq": {"axis_key": 1, "axis_value": 1}}
 """Backend -> arguments that differ from the defaults (groups of 64, up to 128 of the newest tokens as they
@@ -22,11 +25,8 @@ are). HQQ groups along head_dim with axis 1, which its makers advise."""
 def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
     """A fresh `QuantizedCache` for a model's config; `bits` is not for the backend `fp8`.
 
-    Raises:
-        CacheUnavailable: the backend is not installed or refuses; the message says why.
+    Where the backend is not installed or refuses, `CacheUnavailable` says why.
     """
-    from transformers import QuantizedCache
-
     options = {} if backend == "fp8" else {"nbits": bits, **AXES[backend]}
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # HQQ greets
@@ -44,39 +44,42 @@ def _copied(cache: Any) -> Any:
 
 
 def _copied_layer(layer: Any) -> Any:
-    from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
-
     # States of linear attention are written into.
     only_appends = isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionLayer)
     return copy.copy(layer) if only_appends else copy.deepcopy(layer)
 
 
-def _dynamic(model: Any, demand: Demand) -> Any:
-    from transformers import DynamicCache
+def _entry(
+    name: str,
+    title: str,
+    make: Callable[[Any, Demand], Any],
+    kv_bytes: Callable[[Any], KvBytes] = tensor_bytes,
+    duplicate: Callable[[Any], Any] = _copied,
+) -> CacheEntry:
+    def create(model: Any, demand: Demand) -> Any:
+        disable(model)
+        return make(model, demand)
 
-    restore_attention(model)
+    return CacheEntry(name, title, create, kv_bytes, duplicate)
+
+
+def _quantized(name: str, backend: str, bits: int = 8, about: str = "") -> CacheEntry:
+    title = f"QuantizedCache of transformers, {about or f'{backend}, {bits} bits'}"
+    return _entry(name, title, lambda model, demand: quantized_cache(model.config, backend, bits))
+
+
+def _dynamic(model: Any, demand: Demand) -> Any:
     return DynamicCache(config=model.config)
 
 
 def _static(model: Any, demand: Demand) -> Any:
-    from transformers import StaticCache
-
-    restore_attention(model)
     return StaticCache(config=model.config, max_cache_len=demand.tokens)
 
 
 def _offloaded(model: Any, demand: Demand) -> Any:
-    from transformers import DynamicCache
-
-    restore_attention(model)
     if model.device.type == "cpu":
         raise CacheUnavailable("it moves layers from an accelerator to the host, and the model is on the CPU")
     return DynamicCache(config=model.config, offloading=True)
-
-
-def _quantized(backend: str, bits: int, model: Any, demand: Demand) -> Any:
-    restore_attention(model)
-    return quantized_cache(model.config, backend, bits)
 
 
 def _resident_bytes(cache: Any) -> KvBytes:
@@ -91,22 +94,14 @@ def _resident_bytes(cache: Any) -> KvBytes:
     return KvBytes(kv.used_bytes, kv.allocated_bytes, {**kv.details, "device_bytes": on_device})
 
 
-def _quantized_entry(name: str, backend: str, bits: int = 8, about: str = "") -> CacheEntry:
-    return CacheEntry(
-        name,
-        f"QuantizedCache of transformers, {about or f'{backend}, {bits} bits'}",
-        functools.partial(_quantized, backend, bits),
-        tensor_bytes,
-        _copied,
-    )
-
-
 ENTRIES = (
-    CacheEntry("dynamic", "transformers' default cache (DynamicCache)", _dynamic, tensor_bytes, _copied),
-    CacheEntry("static", "StaticCache of transformers, as long as the batch needs", _static, tensor_bytes),
-    CacheEntry("offloaded", "DynamicCache with its layers on the host", _offloaded, _resident_bytes, _copied),
-    _quantized_entry("quanto-int4", "quanto", 4),
-    _quantized_entry("hqq-int4", "hqq", 4),
-    _quantized_entry("hqq-int8", "hqq", 8),
-    _quantized_entry("stock-fp8", "fp8", about="fp8, one scale per tensor"),
+    _entry("dynamic", "transformers' default cache (DynamicCache)", _dynamic),
+    _entry(
+        "static", "StaticCache of transformers, as long as the batch needs", _static, duplicate=copy.deepcopy
+    ),
+    _entry("offloaded", "DynamicCache with its layers on the host", _offloaded, _resident_bytes),
+    _quantized("quanto-int4", "quanto", 4),
+    _quantized("hqq-int4", "hqq", 4),
+    _quantized("hqq-int8", "hqq", 8),
+    _quantized("stock-fp8", "fp8", about="fp8, one scale per tensor"),
 )

@@ -70,30 +70,18 @@ def progress_bar(console: Console, *, is_shown: bool = True) -> Progress:
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a path now and not after minutes; older results stay until there are new ones.
-
-    Raises:
-        UsageError: Nothing can be written there.
-    """
+    """Refuse a path now and not after minutes; older results stay until there are new ones."""
     if path is not None:
         write_results(path, "", mode="a")
 
 
 def write_json(path: Path, document: object, indent: int = 2) -> None:
-    """Write results.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Write results."""
     write_results(path, json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
 
 
 def write_results(path: Path, content: str, mode: str = "w") -> None:
-    """Write a file.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+    """Write a file; `UsageError` if it cannot be written."""
     try:
         with path.open(mode, encoding="utf-8") as file:
             file.write(content)

@@ -10,11 +10,7 @@ class UsageError(ValueError):
 
 
 def check_choice(kind: str, name: str, choices: Iterable[str]) -> str:
-    """Return `name` if it is one of `choices`.
-
-    Raises:
-        UsageError: naming `kind`, the unknown `name` and the sorted valid choices.
-    """
+    """Return `name` if it is one of `choices`; else a `UsageError` names `kind`, `name` and the choices."""
     valid = sorted(choices)
     if name not in valid:
         raise UsageError(f"unknown {kind} {name!r}; choose from: {', '.join(valid)}")

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -75,8 +76,7 @@ class Device:
     def graph_of(self, step: Callable[[], object]) -> Callable[[], object]:
         """The launches of a step, recorded after three runs on a side stream; calling it replays them.
 
-        Raises:
-            Skip: not on this device.
+        A device that records none raises `Skip`.
         """
         if not self.is_gpu:
             raise Skip(NEEDS_GPU)
@@ -92,11 +92,7 @@ class Device:
         return graph.replay
 
     def launches_of(self, step: Callable[[], object]) -> list[str]:
-        """Names of the kernels that a step launches, memory copies included, as the profiler sees them.
-
-        Raises:
-            Skip: not on this device, or it sees none.
-        """
+        """Names of the kernels that a step launches, memory copies included, as the profiler sees them."""
         from torch.profiler import ProfilerActivity, profile
 
         if not self.is_gpu:
@@ -112,15 +108,10 @@ class Device:
         return found
 
     def check_room(self, needed: float) -> None:
-        """See that a GPU can still allocate so many bytes.
-
-        Raises:
-            Skip: it cannot.
-        """
+        """Raise `Skip` where this is a GPU that cannot allocate so many bytes any more."""
         if not self.is_gpu:
             return
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + unused
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if free < needed:
             raise Skip(f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
 
@@ -136,8 +127,10 @@ class Device:
 
     def cache_bytes(self) -> int:
         """Size of the cache between the memory and the cores; 32 MiB where the system does not say."""
-        if self.is_gpu or self.is_toy:
-            return torch.cuda.get_device_properties(0).L2_cache_size if self.is_gpu else _TOY_CACHE_BYTES
+        if self.is_gpu:
+            return torch.cuda.get_device_properties(0).L2_cache_size
+        if self.is_toy:
+            return _TOY_CACHE_BYTES
         try:
             text = _L3_SIZE.read_text(encoding="ascii").strip()
         except OSError:
@@ -164,12 +157,8 @@ class Device:
         """Inside, a `PagedCache` that is asked to be compileable is so on this device."""
         from hf_paged_cache.store import static_group
 
-        before = static_group.DEVICES
-        static_group.DEVICES = before | {self.torch_device.type}
-        try:
+        with mock.patch.object(static_group, "DEVICES", static_group.DEVICES | {self.torch_device.type}):
             yield
-        finally:
-            static_group.DEVICES = before
 
     def compile_options(self) -> dict[str, Any]:
         """Arguments with which `generate` compiles the decode step here as by itself on a GPU."""

@@ -73,11 +73,9 @@ class Workers:
     max_deaths: float = math.inf  # workers that may die before the calls that are left are given up
 
     def run(self, calls: Sequence[Call], deadline: float = math.inf) -> Generator[Outcome]:
-        """Make all calls; outcomes come as they are known. What is still running is killed with the iterator.
+        """Make all calls, begun in this order; outcomes come as they are known.
 
-        Args:
-            calls: begun in this order.
-            deadline: seconds since the epoch.
+        What still runs is killed with the iterator. The deadline is in seconds since the epoch.
         """
         waiting, workers, deaths = deque(calls), list[_Worker](), 0
         with tempfile.TemporaryDirectory() as folder:
@@ -110,13 +108,13 @@ class Workers:
             if time.time() + waiting[0].needs_s > deadline:
                 yield Outcome(waiting.popleft(), problem=NO_TIME, is_skipped=True)
                 continue
-            worker = next((worker for worker in workers if worker.call is None), None)
-            if worker is None:
-                if len(workers) >= self.jobs:
-                    return
-                worker = self._start(Path(tempfile.mkstemp(dir=folder)[1]))
-                workers.append(worker)
-            worker.take(waiting.popleft())
+            idle = [worker for worker in workers if worker.call is None]
+            if not idle and len(workers) >= self.jobs:
+                return
+            if not idle:
+                idle.append(self._start(Path(tempfile.mkstemp(dir=folder)[1])))
+                workers += idle
+            idle[0].take(waiting.popleft())
 
     def _start(self, log: Path) -> _Worker:
         context: Any = multiprocessing.get_context("forkserver" if self.preload else "spawn")
@@ -160,18 +158,16 @@ class Workers:
             else:
                 worker.is_over = what == _LAST
                 return worker.outcome(value=value)
-        call = worker.call
-        assert call is not None, "only workers with a call are asked"
+        worker.is_over = is_dead or time.time() >= min(worker.ends, deadline)
+        if not worker.is_over:
+            return None
         if is_dead:
-            worker.is_over = True
             code = worker.process.exitcode
             return worker.outcome(problem=f"its process died with exit code {code}", exit_code=code)
-        if time.time() >= min(worker.ends, deadline):
-            worker.is_over = True
-            if time.time() < worker.ends:
-                return worker.outcome(problem=f"{NO_TIME}: stopped while it ran", is_skipped=True)
-            return worker.outcome(problem=f"no answer within {call.limit_s:g} s")
-        return None
+        if time.time() < worker.ends:
+            return worker.outcome(problem=f"{NO_TIME}: stopped while it ran", is_skipped=True)
+        assert worker.call is not None, "only workers with a call are asked"
+        return worker.outcome(problem=f"no answer within {worker.call.limit_s:g} s")
 
 
 class _Worker:

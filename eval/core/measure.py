@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import threading
 import time
@@ -49,23 +50,21 @@ class StepTimer:
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self._model = model
-        self._device = device
-        self._start_s: float | None = None
-        self._ends_s: list[float] = []
+        self._model, self._device = model, device
+        self._stamps_s: list[float] = []  # the start of the first forward, and the end of each
         self._hooks: list[Any] = []
 
     @property
     def prefill_ms(self) -> float:
         """Milliseconds of the first forward."""
-        if self._start_s is None or not self._ends_s:
+        if len(self._stamps_s) < 2:
             raise AssertionError("StepTimer saw no finished forward pass of the model")
-        return 1e3 * (self._ends_s[0] - self._start_s)
+        return 1e3 * (self._stamps_s[1] - self._stamps_s[0])
 
     @property
     def step_ms(self) -> list[float]:
         """Milliseconds of each decode step, in order; empty when one token was generated."""
-        return [1e3 * (after - before) for before, after in zip(self._ends_s, self._ends_s[1:], strict=False)]
+        return [1e3 * (after - before) for before, after in itertools.pairwise(self._stamps_s[1:])]
 
     def __enter__(self) -> Self:
         self._hooks = [
@@ -79,11 +78,11 @@ class StepTimer:
             hook.remove()
 
     def _before(self, module: Any, args: Any) -> None:
-        if self._start_s is None:
-            self._start_s = self._now_s()
+        if not self._stamps_s:
+            self._stamps_s.append(self._now_s())
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
-        self._ends_s.append(self._now_s())
+        self._stamps_s.append(self._now_s())
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":
@@ -102,13 +101,21 @@ class PeakMemory:
         self._start_bytes = 0
 
     def __enter__(self) -> Self:
-        raise NotImplementedError
+        release_free_memory()
+        self._start_bytes = self._begin()
+        return self
 
     def __exit__(self, *error: object) -> None:
+        self.peak_bytes = self._end()
+        self.rise_bytes = max(0, self.peak_bytes - self._start_bytes)
+
+    def _begin(self) -> int:
+        """Bytes held now; from here on the peak counts."""
         raise NotImplementedError
 
-    def _end(self, peak_bytes: int) -> None:
-        self.peak_bytes, self.rise_bytes = peak_bytes, max(0, peak_bytes - self._start_bytes)
+    def _end(self) -> int:
+        """The peak in bytes."""
+        raise NotImplementedError
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
@@ -129,16 +136,14 @@ class CudaPeak(PeakMemory):
         super().__init__()
         self._device = device
 
-    def __enter__(self) -> Self:
-        gc.collect()
+    def _begin(self) -> int:
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._start_bytes = torch.cuda.memory_allocated(self._device)
-        return self
+        return torch.cuda.memory_allocated(self._device)
 
-    def __exit__(self, *error: object) -> None:
+    def _end(self) -> int:
         torch.cuda.synchronize(self._device)
-        self._end(torch.cuda.max_memory_allocated(self._device))
+        return torch.cuda.max_memory_allocated(self._device)
 
 
 class HighWaterPeak(PeakMemory):
@@ -152,18 +157,16 @@ class HighWaterPeak(PeakMemory):
 
     method = "peak resident memory of the process (VmHWM, reset before every batch)"
 
-    def __enter__(self) -> Self:
-        release_free_memory()
+    def _begin(self) -> int:
         _CLEAR_REFS.write_text("5")
-        self._start_bytes = _resident_bytes()
-        return self
+        return _resident_bytes()
 
-    def __exit__(self, *error: object) -> None:
-        self._end(_high_water_bytes())
+    def _end(self) -> int:
+        return _high_water_bytes()
 
 
 class SampledPeak(PeakMemory):
-    """Highest resident memory of the process seen by a thread that looks every `interval_s` seconds.
+    """Highest resident memory of the process seen by a thread that looks every millisecond.
 
     The last resort, where the kernel's own high-water mark cannot be reset: a peak that lasts less than the
     interval may be missed, so the result is a lower bound.
@@ -171,25 +174,23 @@ class SampledPeak(PeakMemory):
 
     method = "highest resident memory of the process seen by a sampling thread (a lower bound)"
 
-    def __init__(self, interval_s: float = 0.001) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def __enter__(self) -> Self:
-        release_free_memory()
-        self._start_bytes = self.peak_bytes = _resident_bytes()
+    def _begin(self) -> int:
+        self.peak_bytes = _resident_bytes()
         self._thread.start()
-        return self
+        return self.peak_bytes
 
-    def __exit__(self, *error: object) -> None:
+    def _end(self) -> int:
         self._stop.set()
         self._thread.join()
-        self._end(max(self.peak_bytes, _resident_bytes()))
+        return max(self.peak_bytes, _resident_bytes())
 
     def _sample(self) -> None:
-        while not self._stop.wait(self._interval_s):
+        while not self._stop.wait(0.001):
             self.peak_bytes = max(self.peak_bytes, _resident_bytes())
 
 

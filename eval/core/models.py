@@ -30,19 +30,13 @@ class LoadedModel:
 
 
 def load(name: str = "smollm2", dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:
-    """Load a model.
-
-    Args:
-        name: a name of `MODELS`, a hub id, a local folder or a local `.gguf` file.
-        dtype: of its weights, by torch's name.
-        device: where to.
+    """Load a model: a name of `MODELS`, a hub id, a local folder or a local `.gguf` file.
 
     Raises:
         UsageError: when the model cannot be found or loaded, or the device is missing or too small.
     """
     device = resolve_device(device) if isinstance(device, str) else device
-    locate = MODELS.get(name)
-    path = locate() if locate is not None else Path(name)
+    path = MODELS[name]() if name in MODELS else Path(name)
     is_gguf = path.suffix == ".gguf" and path.is_file()
     model, tokenizer = _from_pretrained(name, path if is_gguf else None, getattr(torch, dtype))
     tokenizer.padding_side = "left"

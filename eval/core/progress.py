@@ -25,15 +25,9 @@ class Progress:
     def __init__(self, console: Console, label: str, total: int | None = None) -> None:
         self._console = console
         self._label, self._done, self._total = label, 0, total
-        self._bar = Bar(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            disable=console.quiet or not console.is_terminal,
-            transient=True,
-        )
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+        is_hidden = console.quiet or not console.is_terminal
+        self._bar = Bar(*columns, console=console, disable=is_hidden, transient=True)
         self._task = self._bar.add_task(label, total=total)
         self._started_s = time.monotonic()
         self._end = threading.Event()

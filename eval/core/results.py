@@ -32,12 +32,7 @@ def document(
     **more: Any,
 ) -> dict[str, Any]:
     """The object of a file; `results` are tables, each with a name under `bench` and its `rows`."""
-    return {
-        "environment": dict(environment),
-        "settings": dict(settings),
-        **more,
-        "results": [dict(result) for result in results],
-    }
+    return {"environment": environment, "settings": settings, **more, "results": list(results)}
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -54,11 +49,7 @@ def _finite(value: Any) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object of a file.
-
-    Raises:
-        UsageError: It cannot be read, or is no JSON object.
-    """
+    """The object of a file; a `UsageError` where it cannot be read or is no JSON object."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

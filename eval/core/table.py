@@ -41,13 +41,13 @@ class Bound:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {
-            "what": self.what,
-            "value": self.value,
-            "limit": self.limit,
-            "at_least": self.at_least,
-            "holds": self.holds,
-        }
+        fields = {name: value for name, value in vars(self).items() if name != "unit"}
+        return {**fields, "holds": self.holds}
+
+
+def required(what: str, value: float, limit: float | None, **fields: Any) -> tuple[Bound, ...]:
+    """The bound of a row where there is a limit; none where that is None."""
+    return () if limit is None else (Bound(what, value, limit, **fields),)
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,8 @@ def show(console: Console, result: Result) -> None:
     for row in result.rows:
         cells = [_text(column, row.cells.get(column.key)) for column in result.columns]
         if with_bounds:
-            colours = ("green" if bound.holds else "red" for bound in row.bounds)
-            cells.append(
-                "\n".join(f"[{colour}]{bound}[/]" for colour, bound in zip(colours, row.bounds, strict=True))
-            )
+            lines = (f"[{'green' if bound.holds else 'red'}]{bound}[/]" for bound in row.bounds)
+            cells.append("\n".join(lines))
         table.add_row(*cells)
     console.print(table)
     for note in (*result.notes, f"{result.seconds:.0f} s"):

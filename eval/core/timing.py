@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from eval.core.hardware import CPU, Device
 
-STEPS = 3
-"""Steps of one contender in a row."""
+STEPS = 3  # steps of one contender in a row
 _TURN_S = 0.008
 _MAX_REPEATS = 200
 
@@ -56,14 +55,9 @@ def interleave(
 ) -> Timings:
     """Time all contenders in rounds; the order within a round rotates from one to the next.
 
-    Args:
-        contenders: at least one. Each is run once untimed first.
-        budget_s: no new round begins after so many seconds, warm-up not counted.
-        min_rounds: rounds that are run whatever they take.
-        max_rounds: rounds at most.
-        steps: steps of one contender in a row. One, if more would not leave time for all rounds; None for as
-            many as a turn needs to be timed well, of contenders that any number of steps leaves unchanged.
-        device: whose clock is used.
+    Each contender is run once untimed first. No round after the `min_rounds`-th begins after `budget_s`.
+    `steps` of one contender in a row are one, if more would not leave time for all rounds, and with None as
+    many as a turn needs to be timed well, for contenders that any number of steps leaves unchanged.
     """
     for _ in range(1 if steps is not None else 2):  # what is compiled at first would say nothing
         first_s = {contender.name: _turn_s(contender, 1, device) for contender in contenders}

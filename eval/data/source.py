@@ -74,23 +74,25 @@ def read(source: Source, roles: tuple[str, ...], limit: int | None, seed: int) -
     """Rows as role -> text, `limit` of them (or all, where there are fewer), chosen by `seed`.
 
     Rows that lack one of the texts are passed over. Without an id, a row's place in the table is its name.
-
-    Without a limit they are all, in their order. `roles` are those that the task reads beside `id`.
-
-    Raises:
-        UsageError: it cannot be had, or lacks a column; names the columns there are.
+    Without a limit they are all, in their order. `roles` are those that the task reads beside `id`. A table
+    that cannot be had or lacks a column is a `UsageError` that names the columns there are.
     """
     table = _load(source)
+    paths = sorted(_paths(table.features))
     for role in roles:
         if role not in source.columns:
             raise UsageError(
-                f"the dataset {source.name!r} needs --{role}-column; choose from: {_there(table)}"
+                f"the dataset {source.name!r} needs --{role}-column; choose from: {', '.join(paths)}"
             )
     wanted = {role: source.columns[role] for role in ("id", *roles) if role in source.columns}
-    _check_columns(source, table, wanted)
+    if not len(table):
+        raise UsageError(f"the dataset {source.name!r} is empty")
+    if missing := [repr(name) for name in wanted.values() if name not in (*table.features, *paths)]:
+        where = Path(source.name).name
+        raise UsageError(f"unknown column {', '.join(missing)} in {where}; choose from: {', '.join(paths)}")
     order = range(len(table)) if limit is None else np.random.default_rng(seed).permutation(len(table))
-    whole = (row for number in order if all((row := _row(int(number), table[int(number)], wanted)).values()))
-    rows = list(itertools.islice(whole, limit))
+    found = (_row(int(number), table[int(number)], wanted) for number in order)
+    rows = list(itertools.islice((row for row in found if all(row.values())), limit))
     if not rows:
         names = ", ".join(repr(column) for column in wanted.values())
         raise UsageError(f"no row of the dataset {source.name!r} has a text in {names}")
@@ -103,14 +105,12 @@ def _load(source: Source) -> Any:
 
     datasets.disable_progress_bars()
     path = Path(source.name)
+    if path.suffix in _LOADERS and not path.is_file():
+        raise UsageError(f"the data file {source.name} is missing")
     try:
         if path.suffix in _LOADERS:
-            if not path.is_file():
-                raise UsageError(f"the data file {source.name} is missing")
             return datasets.load_dataset(_LOADERS[path.suffix], data_files=str(path), split="train")
         return datasets.load_dataset(source.name, source.config, split=source.split)
-    except UsageError:
-        raise
     except Exception as error:  # whatever the hub, the network, or a file's content makes of it
         reason = " ".join(str(error).split())[:200]
         known = ", ".join(sorted(PRESETS))
@@ -118,20 +118,6 @@ def _load(source: Source) -> Any:
             f"the dataset {source.name!r} cannot be had ({reason}); choose from: {known}, any name on "
             f"the hub, or a local file ({', '.join(sorted(_LOADERS))})"
         ) from error
-
-
-def _check_columns(source: Source, table: Any, wanted: Mapping[str, str]) -> None:
-    if not len(table):
-        raise UsageError(f"the dataset {source.name!r} is empty")
-    there = {*table.features, *_paths(table.features)}
-    missing = [column for column in wanted.values() if column not in there]
-    if missing:
-        names = ", ".join(repr(column) for column in missing)
-        raise UsageError(f"unknown column {names} in {Path(source.name).name}; choose from: {_there(table)}")
-
-
-def _there(table: Any) -> str:
-    return ", ".join(sorted(_paths(table.features)))
 
 
 def _paths(features: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -145,15 +131,12 @@ def _paths(features: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _value(record: Any, column: str) -> Any:
-    if isinstance(record, Mapping) and column in record:
-        return record[column]
-    for part in column.split("."):
-        record = [_part(item, part) for item in record] if isinstance(record, list) else _part(record, part)
-    return record
-
-
-def _part(record: Any, name: str) -> Any:
-    return record.get(name) if isinstance(record, Mapping) else None
+    if isinstance(record, list):
+        return [_value(item, column) for item in record]
+    if not isinstance(record, Mapping):
+        return None
+    name, _, inner = column.partition(".")
+    return record[column] if column in record else _value(record.get(name), inner)
 
 
 def _row(number: int, record: Mapping[str, Any], wanted: Mapping[str, str]) -> dict[str, str]:

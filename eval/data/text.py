@@ -13,7 +13,8 @@ from eval.data import DATA_DIR
 
 CATALOGUE = DATA_DIR / "catalogue.jsonl"
 ROWS_RULE = (
-    "row r is the texts number r, r + rows, r + 2 rows, … of {name}, joined by empty lines, cut to length"
+    f"row r is the texts number r, r + rows, r + 2 rows, … of {CATALOGUE.name}, joined by empty lines, "
+    "cut to length"
 )
 
 
@@ -32,13 +33,7 @@ def token_ids(tokenizer: Any, text: str) -> torch.Tensor:
 
 
 def row_ids(tokenizer: Any, rows: int, tokens: int, path: Path = CATALOGUE) -> torch.Tensor:
-    """Token ids `[rows, tokens]`, built as `ROWS_RULE` says, without special tokens.
-
-    Args:
-        tokenizer: of the model.
-        rows: rows that share no text.
-        tokens: of each row.
-        path: JSON lines with a field `text`.
+    """Token ids `[rows, tokens]` of JSON lines with a field `text`, built as `ROWS_RULE` says.
 
     Raises:
         UsageError: there is not so much text.

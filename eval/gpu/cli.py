@@ -19,28 +19,16 @@ import typer
 from eval.core.console import header, terminal, usage_errors
 from eval.core.errors import UsageError
 from eval.core.isolation import Call, Outcome, Workers
-from eval.gpu.items import Item, Record
-from eval.gpu.plan import (
-    CORRECTNESS,
-    DEFAULT_BUDGET_S,
-    DRY_RUN_BUDGET_S,
-    RESERVE_S,
-    SECTIONS,
-    Settings,
-    deadline,
-    items_of,
-    phases_of,
-)
+from eval.gpu import plan
+from eval.gpu.plan import CORRECTNESS, RESERVE_S, SECTIONS, Item, Record, Settings
 
 if TYPE_CHECKING:
     from eval.gpu.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_JOBS = 12
-MAX_DEATHS = 6
-"""Workers of one job that may die; each one means that an item took it down."""
-GRACE_S = 10.0
-"""How long after its limit an item's process is killed: the item cannot stop itself."""
+MAX_DEATHS = 6  # workers of one job that may die; each one means that an item took it down
+GRACE_S = 10.0  # how long after its limit an item's process is killed: the item cannot stop itself
 FILE_NAME = "gpu_check.json"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -57,7 +45,7 @@ def gpu(
         SECTIONS
     ),
     budget_s: Annotated[
-        float | None, typer.Option(help=f"Seconds in all; default: {DEFAULT_BUDGET_S:.0f}.")
+        float | None, typer.Option(help=f"Seconds in all; default: {plan.DEFAULT_BUDGET_S:.0f}.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of all random inputs; default: the clock.")] = None,
     backend: Annotated[str, typer.Option(help="Kernels to check.")] = "triton",
@@ -79,16 +67,12 @@ def gpu(
 def settings_of(
     dry_run: bool, sections: str, budget_s: float | None, seed: int | None, backend: str, jobs: int | None
 ) -> Settings:
-    """The settings of a run, with defaults for what is not given.
-
-    Raises:
-        UsageError: a request that makes no sense.
-    """
+    """The settings of a run, with defaults for what is not given; `UsageError` if they make no sense."""
     letters = [letter.strip() for letter in sections.split(",") if letter.strip()]
     if not letters or set(letters) - set(SECTIONS):
         raise UsageError(f"--sections takes letters out of {', '.join(SECTIONS)}, got {sections!r}")
     if budget_s is None:
-        budget_s = DRY_RUN_BUDGET_S if dry_run else DEFAULT_BUDGET_S
+        budget_s = plan.DRY_RUN_BUDGET_S if dry_run else plan.DEFAULT_BUDGET_S
     if not budget_s > RESERVE_S:
         raise UsageError(f"--budget-s must be above {RESERVE_S:g}, which the report takes; got {budget_s:g}")
     if jobs is None:
@@ -110,7 +94,7 @@ def in_workers(settings: Settings, calls: Sequence[Call], deadline: float, jobs:
     return workers.run(calls, deadline)
 
 
-def check(settings: Settings, path: Path, *, items_of: ItemsOf = items_of, run: Run = in_workers) -> int:
+def check(settings: Settings, path: Path, *, items_of: ItemsOf = plan.items_of, run: Run = in_workers) -> int:
     """Run the sections, write the file, print the tables; the exit code."""
     from eval.gpu.report import Report
 
@@ -120,15 +104,12 @@ def check(settings: Settings, path: Path, *, items_of: ItemsOf = items_of, run: 
     report.say(f"seed {settings.seed}, {settings.budget_s:.0f} s; {described}")
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        for phase, letters in phases_of(settings).items():
-            begun, ends = time.time(), deadline(settings, phase, started + settings.budget_s - RESERVE_S)
+        for phase, letters in plan.phases_of(settings).items():
+            begun, ends = time.time(), plan.deadline(settings, phase, started + settings.budget_s - RESERVE_S)
             report.say(f"{phase}: sections {', '.join(letters)}, {ends - begun:.0f} s at most")
             report.write()
             items = _items(letters, settings, items_of, report)
-            calls = [
-                Call((settings, *place), item.limit_s + GRACE_S, item.needs_s)
-                for place, item in items.items()
-            ]
+            calls = [Call((settings, *key), x.limit_s + GRACE_S, x.needs_s) for key, x in items.items()]
             jobs = settings.jobs if phase == CORRECTNESS else 1
             with contextlib.closing(run(settings, calls, ends, jobs)) as outcomes:
                 for outcome in outcomes:

@@ -16,8 +16,7 @@ from eval.bench.models.workload import dtype_name
 from eval.core.hardware import Device
 from eval.gpu import cases
 from eval.gpu.cases import DTYPES, ROOM_FOR_THE_DRAW, bits, relative_error, shared
-from eval.gpu.items import Item, Record
-from eval.gpu.plan import Settings
+from eval.gpu.plan import Item, Record, Settings
 from hf_paged_cache.formats import FORMATS
 from hf_paged_cache.kernels import dispatch, reference
 from hf_paged_cache.kernels.call import LayerBlocks, RowLengths, dense_entry
@@ -25,7 +24,7 @@ from hf_paged_cache.kernels.call import LayerBlocks, RowLengths, dense_entry
 SHAPE: dict[str, Any] = {"kv_heads": 2, "group": 3, "head_dim": 64}
 ASKED: dict[str, dict[str, Any]] = {
     "decode": {"mask": "bool_padding", "end": 150},
-    "split": {"end": 1100, "batch": 1, "mask": "bool_padding", "sinks": True},
+    "split": {"end": 1100, "batch": 1, "mask": "bool_padding", "sinks": True, "dense": "edges"},
     "draft": {"q_tokens": 4, "causal": True, "end": 150, "window": 70},
     "chunk": {"q_tokens": 40, "mask": "bool", "end": 300, "softcap": 3.0},
     "odd": {"end": 150, "head_dim": 80, "block_size": 16},
@@ -34,7 +33,7 @@ ASKED: dict[str, dict[str, Any]] = {
 _TOY = {"kv_heads": 1, "head_dim": 16}
 DRY_RUN_ASKED: dict[str, dict[str, Any]] = {
     "decode": {"mask": "bool_padding", "end": 20, "block_size": 16, "group": 2, **_TOY},
-    "split": {"end": 530, "batch": 1, "mask": "bool_padding", "group": 1, **_TOY},
+    "split": {"end": 530, "batch": 1, "mask": "bool_padding", "group": 1, "dense": "edges", **_TOY},
 }
 DRY_RUN_STORED = ("int8", "int4")
 """One that is written per token and one in whole blocks: interpreted, a store takes seconds."""
@@ -46,43 +45,30 @@ STORED_TOLERANCE = 1e-2
 def items(settings: Settings) -> list[Item]:
     """Attention over records, and all that writes them."""
     asked = DRY_RUN_ASKED if settings.dry_run else ASKED
-    dtypes = DTYPES[1:2] if settings.dry_run else DTYPES
+    dtypes = {dtype_name(dtype): dtype for dtype in (DTYPES[1:2] if settings.dry_run else DTYPES)}
     stored: dict[str, Any] = {"block_size": 16, **_TOY} if settings.dry_run else {"block_size": 32}
     return [
         *(
-            Item(
-                f"{name}/{what}/{dtype_name(dtype)}",
-                partial(_attend, name, SHAPE | options, what == "split", dtype, settings.seed),
-            )
+            Item(f"{name}/{what}/{called}", partial(_attend, name, SHAPE | options, dtype, settings.seed))
             for name in FORMATS
             for what, options in asked.items()
-            for dtype in dtypes
+            for called, dtype in dtypes.items()
         ),
         *(
-            Item(
-                f"{name}/store/{dtype_name(dtype)}",
-                partial(_store, name, SHAPE | stored, dtype, settings.seed),
-            )
+            Item(f"{name}/store/{called}", partial(_store, name, SHAPE | stored, dtype, settings.seed))
             for name in (DRY_RUN_STORED if settings.dry_run else FORMATS)
-            for dtype in dtypes
+            for called, dtype in dtypes.items()
         ),
     ]
 
 
 def _attend(
-    name: str,
-    options: dict[str, Any],
-    has_dense: bool,
-    dtype: torch.dtype,
-    seed: int,
-    record: Record,
-    device: Device,
+    name: str, options: dict[str, Any], dtype: torch.dtype, seed: int, record: Record, device: Device
 ) -> None:
     tables, records = shared("kernels.cases"), shared("kernels.quantized")
-    case = tables.Case(name, **options)
-    problem = records.build_quantized(
-        case, records.form_of(name, case), dtype, dense="edges" if has_dense else None, seed=seed
-    )
+    dense = options.get("dense")
+    case = tables.Case(name, **{key: value for key, value in options.items() if key != "dense"})
+    problem = records.build_quantized(case, records.form_of(name, case), dtype, dense=dense, seed=seed)
     blocks = cases.blocks_on(problem.blocks, device.torch_device)
     lengths = torch.full((case.batch,), case.end, dtype=torch.int32, device=device.torch_device)
     blocks.lengths = RowLengths(case.end, lengths)

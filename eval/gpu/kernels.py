@@ -7,6 +7,7 @@ read are NaN, and so is memory that nobody has written.
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from eval.bench.models.workload import dtype_name
 from eval.core.hardware import Device
 from eval.gpu import cases
 from eval.gpu.cases import DTYPES, bits, relative_error, shared, tolerance
-from eval.gpu.items import Item, Record
-from eval.gpu.plan import Settings
+from eval.gpu.plan import Item, Record, Settings
 from hf_paged_cache.kernels import dispatch, reference
 from hf_paged_cache.kernels.call import LayerBlocks
 
@@ -119,17 +119,16 @@ def _new_states(
 
 def _write(name: str, dtype: torch.dtype, seed: int, record: Record, device: Device) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for null in (False, True):
-        for start, tokens in SPANS:
-            want = _stored(name, dtype, seed, null=null)
-            got = cases.blocks_on(want, device.torch_device)
-            keys, values = _new_states(want, tokens, generator)
-            reference.write(want, keys, values, start)
-            keys, values = (cases.moved(x, device.torch_device) for x in (keys, values))
-            with device.poisoned():
-                dispatch.write(got, keys, values, start)
-            device.synchronize()
-            _check_same_pool(record, f"tokens {start}+{tokens}{', null blocks' if null else ''}", got, want)
+    for null, (start, tokens) in product((False, True), SPANS):
+        want = _stored(name, dtype, seed, null=null)
+        got = cases.blocks_on(want, device.torch_device)
+        keys, values = _new_states(want, tokens, generator)
+        reference.write(want, keys, values, start)
+        keys, values = (cases.moved(x, device.torch_device) for x in (keys, values))
+        with device.poisoned():
+            dispatch.write(got, keys, values, start)
+        device.synchronize()
+        _check_same_pool(record, f"tokens {start}+{tokens}{', null blocks' if null else ''}", got, want)
     _note_exact(record)
 
 
@@ -165,9 +164,8 @@ def _gather(name: str, dtype: torch.dtype, seed: int, record: Record, device: De
 
 def _copy(name: str, dtype: torch.dtype, seed: int, record: Record, device: Device) -> None:
     generator = torch.Generator().manual_seed(seed)
-    dims = STORED[name]
+    shape = (11, 3, 2, STORED[name].get("block_size", 64), STORED[name]["head_dim"])
     for src, dst in COPIES:
-        shape = (11, 3, 2, dims.get("block_size", 64), dims["head_dim"])
         want = torch.randn(shape, generator=generator).to(dtype)
         got = want.to(device.torch_device, copy=True)
         reference.copy_blocks(want, src, dst)

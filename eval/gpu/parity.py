@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from eval.core.hardware import Device
 from eval.gpu.cases import relative_error, shared
-from eval.gpu.items import Item, Record
-from eval.gpu.plan import Settings
+from eval.gpu.plan import Item, Record, Settings
 
 models = shared("support.models")
 FAMILIES = ("llama", "mistral", "gemma2")
-TIE = 1e-4
-"""Two logits as close as this, relative to the largest, are a tie that rounding decides."""
-MAX_ERROR_OVER_HOST = 1.15
-"""Of the error of bfloat16 logits against float32 ones, the host's cache having 1."""
+TIE = 1e-4  # two logits as close as this, relative to the largest, are a tie that rounding decides
+MAX_ERROR_OVER_HOST = 1.15  # of the error of bfloat16 logits against float32 ones, the host's cache having 1
 
 
 @dataclass(frozen=True)
@@ -117,14 +115,12 @@ def _margin(model: Any, inputs: dict[str, torch.Tensor], got: torch.Tensor, want
 
     disable(model)
     logits = step_logits(model, models.host_cache(model), want, inputs)
-    prompt_tokens, margins = inputs["input_ids"].shape[1], [0.0]
-    for row in range(len(want)):
-        differ = (got[row] != want[row]).nonzero()
-        if len(differ):
-            position = int(differ[0])
-            scores = logits[row, position - prompt_tokens]
-            given_up = scores[want[row, position]] - scores[got[row, position]]
-            margins.append(float(given_up / scores.abs().max()))
+    margins = [0.0]
+    for of_row, mine, theirs in zip(logits, got, want, strict=True):
+        if not torch.equal(mine, theirs):
+            first = int((mine != theirs).nonzero()[0])
+            scores = of_row[first - inputs["input_ids"].shape[1]]
+            margins.append(float((scores[theirs[first]] - scores[mine[first]]) / scores.abs().max()))
     return max(margins)
 
 
@@ -136,10 +132,8 @@ def _generate(model: Any, mode: Mode, inputs: dict[str, torch.Tensor], cache: An
 def _inputs(mode: Mode, seed: int, device: Device) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, models.VOCAB, (len(mode.pads), mode.prompt_tokens), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, pads in enumerate(mode.pads):
-        ids[row, :pads] = models.PAD
-        mask[row, :pads] = 0
+    mask = (torch.arange(mode.prompt_tokens) >= torch.tensor(mode.pads)[:, None]).long()
+    ids[mask == 0] = models.PAD
     return {"input_ids": ids.to(device.torch_device), "attention_mask": mask.to(device.torch_device)}
 
 
@@ -155,9 +149,8 @@ def _compiled(mode: Mode, seed: int, record: Record, device: Device) -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    options: dict[str, Any] = {"block_size": mode.block_size, "compile": True}
     with device.compiles():
-        cache = PagedCache(model, **options)
+        cache = PagedCache(model, block_size=mode.block_size, compile=True)
         got = _generate(model, mode, inputs, cache, **device.compile_options())
         is_compileable = bool(cache.is_compileable)
     _check_tokens(record, cache, got, want, mode, partial(_margin, model, inputs, got, want))
@@ -199,14 +192,12 @@ def step_logits(model: Any, cache: Any, text: torch.Tensor, inputs: dict[str, to
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, new_tokens), value=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits: list[torch.Tensor] = []
-    done = 0
-    for end in range(prompt_tokens, prompt_tokens + new_tokens):
+    for start, end in pairwise((0, *range(prompt_tokens, prompt_tokens + new_tokens))):
         outputs = model(
-            text[:, done:end],
+            text[:, start:end],
             attention_mask=mask[:, :end],
-            position_ids=positions[:, done:end],
+            position_ids=positions[:, start:end],
             **{models.cache_kwarg(): cache},
         )
         logits.append(outputs.logits[:, -1])
-        done = end
     return torch.stack(logits, dim=1).float()

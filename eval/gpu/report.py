@@ -16,15 +16,13 @@ from eval.bench.models import generate_steps
 from eval.core import table
 from eval.core.results import document, to_json
 from eval.core.table import Column, Result, Row, fixed
-from eval.gpu.items import Record
-from eval.gpu.plan import SECTIONS, Settings
+from eval.gpu.plan import SECTIONS, Record, Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SAY_EVERY_S = 5.0
-MAX_LISTED = 12
-"""Failures, and skipped items, that are listed; the file has all."""
+MAX_LISTED = 12  # failures, and skipped items, that are listed; the file has all
 MAX_CHARS = 160
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -36,13 +34,11 @@ class Report:
     settings: Settings  # of the run
     path: Path  # the JSON file
     environment: dict[str, Any] = field(default_factory=dict)  # what it runs on
-    # section letter -> item key -> record
-    records: dict[str, dict[str, Record]] = field(default_factory=dict)
-    # section letter -> traceback of a section that could not be begun
-    crashes: dict[str, str] = field(default_factory=dict)
-    expected: dict[str, int] = field(default_factory=dict)  # section letter -> how many items it has
-    # section letter -> how long it took; sections that ran at one time have the same
-    seconds: dict[str, float] = field(default_factory=dict)
+    # by the letter of a section:
+    records: dict[str, dict[str, Record]] = field(default_factory=dict)  # by the key of the item
+    crashes: dict[str, str] = field(default_factory=dict)  # the traceback, if it could not be begun
+    expected: dict[str, int] = field(default_factory=dict)  # how many items it has
+    seconds: dict[str, float] = field(default_factory=dict)  # that of all that ran at one time
     finished: bool = False  # whether the run came to its end
     _started_s: float = field(default_factory=time.monotonic, repr=False)
     _said_s: float = field(default=0.0, repr=False)
@@ -63,9 +59,7 @@ class Report:
             self.say(f"{letter}:{record.key} {record.status}: {record.reason[:MAX_CHARS]}")
         if time.monotonic() - self._said_s >= SAY_EVERY_S:
             self._said_s = time.monotonic()
-            done = (
-                f"{name} {len(self.records.get(name, {}))}/{all_}" for name, all_ in self.expected.items()
-            )
+            done = (f"{name} {len(self.records.get(name, {}))}/{n}" for name, n in self.expected.items())
             self.say(f"{', '.join(done)}; last {letter}:{record.key} ({record.seconds:.1f} s)")
             self.write()
 
@@ -83,10 +77,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if something is wrong, or crashed, or the run was broken off.
-
-        Required numbers that are missed and skipped items do not count.
-        """
+        """1 if something is wrong, crashed or broken off; missed numbers and skipped items do not count."""
         return 1 if self.failures() or not self.finished else 0
 
     def results(self) -> list[Result]:
@@ -104,14 +95,9 @@ class Report:
             }
             for letter in self.settings.sections
         }
-        content = document(
-            self.environment,
-            asdict(self.settings),
-            [result.to_dict() for result in self.results()],
-            finished=self.finished,
-            exit_code=self.exit_code,
-            sections=sections,
-        )
+        more = {"finished": self.finished, "exit_code": self.exit_code, "sections": sections}
+        results = [result.to_dict() for result in self.results()]
+        content = document(self.environment, asdict(self.settings), results, **more)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".json.part")
         draft.write_text(to_json(content, indent=1) + "\n", encoding="utf-8")
@@ -191,14 +177,9 @@ def _worst(records: Sequence[Record]) -> str | None:
 
 
 def _parity(records: dict[str, Record]) -> _Parts:
-    columns = (
-        Column("check", "check"),
-        Column("result", "result"),
-        Column("tokens", "tokens"),
-        Column("over_host", "error / host's", fixed(3)),
-    )
+    texts = (Column(name, name) for name in ("check", "result", "tokens"))
     rows = [Row({"check": key, "result": record.status, **record.values}) for key, record in records.items()]
-    return columns, rows, ()
+    return (*texts, Column("over_host", "error / host's", fixed(3))), rows, ()
 
 
 def _bench(columns: tuple[Column, ...], notes: tuple[str, ...], records: dict[str, Record]) -> _Parts:

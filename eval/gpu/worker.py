@@ -22,8 +22,7 @@ from eval.core.hardware import TOY, Device, Skip
 from eval.core.isolation import Last
 from eval.core.table import WrongAnswer
 from eval.gpu import plan
-from eval.gpu.items import Item, Record
-from eval.gpu.plan import Settings
+from eval.gpu.plan import Item, Record, Settings
 
 
 def run_one(settings: Settings, letter: str, key: str) -> Record | Last:

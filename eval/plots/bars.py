@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from eval.plots.looks import DPI, Look, Picture
-from eval.run.lookups import MIB, by_task
-from eval.run.rows import Row
+from eval.run.rows import MIB, Row, by_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,15 +23,8 @@ _ROOM_FOR_NUMBERS = 1.25
 _COLOURS = ("#dddddd", "#8ecae6", "#ffd166", "#b7e4c7", "#f4a6a6", "#cdb4db")
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "++")
 
-
-@dataclass(frozen=True)
-class Measure:
-    """One column of bars."""
-
-    label: str  # of its axis, with the unit
-    # what it shows of a row, in that unit; None where it was not measured
-    value: Callable[[Row], float | None]
-    spec: str  # how the number at the end of a bar is written
+Measure = tuple[str, Callable[[Row], float | None], str]
+"""One column of bars: (label of its axis with the unit, value in that unit or None, how it is written)."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +36,41 @@ class Bars:
 
     def figure(self, rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
         """Return a line of panels for each task; None where lines over contexts say it better."""
-        if any(row.contexts for row in rows) or not any(m.value(row) for row in rows for m in self.measures):
+        if any(row.contexts for row in rows) or not any(m[1](row) for row in rows for m in self.measures):
             return None
-        height = _INCHES_AROUND + _INCHES_PER_TASK * len(by_task(rows)) + _INCHES_PER_BAR * len(rows)
+        tasks = by_task(rows)
+        height = _INCHES_AROUND + _INCHES_PER_TASK * len(tasks) + _INCHES_PER_BAR * len(rows)
         result = Figure(figsize=(_WIDTH_INCHES, height), dpi=DPI, layout="constrained")
-        _fill(result, self.measures, by_task(rows), {cache: number for number, cache in enumerate(looks)})
+        heights = [len(of_task) for of_task in tasks.values()]
+        shape: dict[str, Any] = {"squeeze": False, "sharex": "col", "sharey": "row", "height_ratios": heights}
+        grid: Any = result.subplots(len(tasks), len(self.measures), **shape)
+        styles = {
+            cache: (_COLOURS[number % len(_COLOURS)], _HATCHES[number % len(_HATCHES)])
+            for number, cache in enumerate(looks)
+        }
+        for column, measure in zip(grid.T, self.measures, strict=True):
+            _fill(column, measure, tasks, styles)
+        for axes in grid[:, 0]:
+            axes.invert_yaxis()  # shared by the line of panels: the first cache is on top
         return result
+
+
+def _fill(
+    column: Sequence[Axes],
+    measure: Measure,
+    tasks: Mapping[str, list[Row]],
+    styles: Mapping[str, tuple[str, str]],
+) -> None:
+    label, value, spec = measure
+    longest = 0.0
+    for axes, (task, rows) in zip(column, tasks.items(), strict=True):
+        values = [value(row) for row in rows]
+        texts = ["not measured" if number is None else format(number, spec) for number in values]
+        names, lengths = [row.cache for row in rows], [number or 0.0 for number in values]
+        draw_bars(axes, task, names, lengths, texts, [styles[name] for name in names])
+        longest = max(longest, *lengths)
+    column[-1].set_xlabel(label)
+    column[-1].set_xlim(0, _ROOM_FOR_NUMBERS * longest or 1)
 
 
 def _mib(name: str) -> Callable[[Row], float | None]:
@@ -65,51 +86,17 @@ MEMORY = Bars(
         "memory.png", "Memory", "Left: keys and values held at the end. Right: what a batch took at most."
     ),
     (
-        Measure("KV held at the end, largest batch (MiB)", _mib("kv_bytes"), ".2f"),
-        Measure("Largest rise of memory in a batch (MiB)", _mib("rise_bytes"), ".0f"),
+        ("KV held at the end, largest batch (MiB)", _mib("kv_bytes"), ".2f"),
+        ("Largest rise of memory in a batch (MiB)", _mib("rise_bytes"), ".0f"),
     ),
 )
 TIME = Bars(
     Picture("time.png", "Time", "Left: the forward of the whole prompt. Right: one decode step."),
     (
-        Measure("Prefill, median (ms)", _median("prefill_ms"), ".1f"),
-        Measure("Decode, median over steps (ms/token)", _median("decode_ms"), ".2f"),
+        ("Prefill, median (ms)", _median("prefill_ms"), ".1f"),
+        ("Decode, median over steps (ms/token)", _median("decode_ms"), ".2f"),
     ),
 )
-
-
-def _fill(
-    figure: Figure, measures: Sequence[Measure], tasks: Mapping[str, list[Row]], numbers: Mapping[str, int]
-) -> None:
-    grid: Any = figure.subplots(
-        len(tasks),
-        len(measures),
-        squeeze=False,
-        sharex="col",
-        sharey="row",
-        height_ratios=[len(of_task) for of_task in tasks.values()],
-    )
-    for axes_of_task, of_task in zip(grid, tasks.values(), strict=True):
-        for axes, measure in zip(axes_of_task, measures, strict=True):
-            _bars(axes, measure, of_task, numbers)
-        axes_of_task[0].invert_yaxis()  # shared by the row: the first cache is on top
-    for axes, measure in zip(grid[-1], measures, strict=True):
-        axes.set_xlabel(measure.label)
-        values = (measure.value(row) for of_task in tasks.values() for row in of_task)
-        longest = max((value for value in values if value is not None), default=0.0)
-        axes.set_xlim(0, _ROOM_FOR_NUMBERS * longest or 1)
-
-
-def _bars(axes: Axes, measure: Measure, rows: Sequence[Row], numbers: Mapping[str, int]) -> None:
-    values = [measure.value(row) for row in rows]
-    texts = ["not measured" if value is None else format(value, measure.spec) for value in values]
-    looks = [
-        (_COLOURS[numbers[row.cache] % len(_COLOURS)], _HATCHES[numbers[row.cache] % len(_HATCHES)])
-        for row in rows
-    ]
-    draw_bars(
-        axes, rows[0].task, [row.cache for row in rows], [value or 0.0 for value in values], texts, looks
-    )
 
 
 def draw_bars(

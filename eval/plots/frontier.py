@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
-from eval.run.lookups import DEFAULT_CACHE, by_task
-from eval.run.rows import Metric, Row
+from eval.run.rows import DEFAULT_CACHE, Metric, Row, by_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,19 +67,22 @@ def _place(cache: str, metric: Metric) -> tuple[float, float, float, float] | No
 
 def front(found: Sequence[Point]) -> list[Point]:
     """Return the points that no other beats (the Pareto front), from few bits to many."""
-    unbeaten = [point for point in found if not any(_beats(other, point) for other in found)]
+
+    def beats(one: Point, other: Point) -> bool:
+        as_good = one.bits <= other.bits and one.quality >= other.quality
+        return as_good and (one.bits, one.quality) != (other.bits, other.quality)
+
+    unbeaten = [point for point in found if not any(beats(other, point) for other in found)]
     return sorted(unbeaten, key=lambda point: point.bits)
-
-
-def _beats(one: Point, other: Point) -> bool:
-    as_good = one.bits <= other.bits and one.quality >= other.quality
-    return as_good and (one.bits, one.quality) != (other.bits, other.quality)
 
 
 def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
     """Return a panel for each task with metrics; None where no cache has a place on it."""
-    found = {task: (points(of_task), _metric(of_task)) for task, of_task in by_task(rows).items()}
-    panels = {task: (spots, metric) for task, (spots, metric) in found.items() if spots and metric}
+    panels = {
+        task: (spots, next(row.metrics[0] for row in of_task if row.metrics))
+        for task, of_task in by_task(rows).items()
+        if (spots := points(of_task))
+    }
     if not panels:
         return None
     columns = min(2, len(panels))
@@ -90,32 +92,22 @@ def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
     grid: Any = result.subplots(lines, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
+    names = {}
     for axes, (task, (spots, metric)) in zip(grid.flat, panels.items(), strict=False):
         axes.set_title(task, loc="left", fontsize="medium", fontweight="bold")
-        _panel(axes, spots, metric, looks)
+        names[axes] = _panel(axes, spots, metric, looks)
     result.draw_without_rendering()  # names are set by the height that the layout gives
-    for axes, (spots, _) in zip(grid.flat, panels.values(), strict=False):
-        best = front(spots)
-        write_names(
-            axes,
-            [
-                Name(cache, point.difference, looks[point.caches[0]], point in best)
-                for point in spots
-                for cache in point.caches
-            ],
-        )
+    for axes, of_panel in names.items():
+        write_names(axes, of_panel)
     return result
 
 
-def _metric(rows: Sequence[Row]) -> Metric | None:
-    return next((row.metrics[0] for row in rows if row.metrics), None)
-
-
-def _panel(axes: Axes, spots: Sequence[Point], metric: Metric, looks: Mapping[str, Look]) -> None:
+def _panel(axes: Axes, spots: Sequence[Point], metric: Metric, looks: Mapping[str, Look]) -> list[Name]:
+    """Draw the points; the names beside them."""
     best = front(spots)
     axes.axhline(0.0, color="#999999", linewidth=0.8, zorder=0)
-    bits, differences = [p.bits for p in best], [p.difference for p in best]
-    axes.plot(bits, differences, color="#777777", linestyle="--", linewidth=0.9)
+    line = [point.bits for point in best], [point.difference for point in best]
+    axes.plot(*line, color="#777777", linestyle="--", linewidth=0.9)
     for point in spots:
         look = looks[point.caches[0]]
         axes.errorbar(
@@ -132,15 +124,16 @@ def _panel(axes: Axes, spots: Sequence[Point], metric: Metric, looks: Mapping[st
     bits = [point.bits for point in spots]
     power_axis(axes, _BITS, min(bits) / _ROOM, max(bits) * _ROOM)
     axes.set_xlabel("bits per value of K and V")
-    _difference_axis(axes, spots, metric)
-
-
-def _difference_axis(axes: Axes, spots: Sequence[Point], metric: Metric) -> None:
     low, high = _limits(axes, [end for point in spots for end in (point.low, point.difference, point.high)])
     axes.set_ylim((low, high) if metric.higher_is_better else (high, low))
     unit = {"%": "points"}.get(metric.unit, metric.unit)
     axes.set_ylabel(f"{metric.label}, difference to {DEFAULT_CACHE}{f' ({unit})' if unit else ''}, better ↑")
     axes.spines[["top", "right"]].set_visible(False)
+    return [
+        Name(cache, point.difference, looks[point.caches[0]], point in best)
+        for point in spots
+        for cache in point.caches
+    ]
 
 
 def _limits(axes: Axes, ends: Sequence[float]) -> tuple[float, float]:

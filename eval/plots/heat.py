@@ -38,12 +38,9 @@ def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
         return None
     columns = min(_COLUMNS, len(shown))
     lines = math.ceil(len(shown) / columns)
-    panel = [
-        _CELL_INCHES[0] * len(lengths) + _AROUND_INCHES[0],
-        _CELL_INCHES[1] * len(depths) + _AROUND_INCHES[1],
-    ]
-    size = (max(5.0, columns * panel[0] + _MARGINS_INCHES[0]), lines * panel[1] + _MARGINS_INCHES[1])
-    result = Figure(figsize=size, dpi=DPI, layout="constrained")
+    width = columns * (_CELL_INCHES[0] * len(lengths) + _AROUND_INCHES[0]) + _MARGINS_INCHES[0]
+    height = lines * (_CELL_INCHES[1] * len(depths) + _AROUND_INCHES[1]) + _MARGINS_INCHES[1]
+    result = Figure(figsize=(max(5.0, width), height), dpi=DPI, layout="constrained")
     grid: Any = result.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     image = None
     for axes, row in zip(grid.flat, shown, strict=False):

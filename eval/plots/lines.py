@@ -13,8 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from eval.core.statistics import Spread
 from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
-from eval.run.lookups import MIB
-from eval.run.rows import AtContext, Row
+from eval.run.rows import MIB, AtContext, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,19 +46,13 @@ class Lines:
         size = _WIDTH_INCHES, _AROUND_INCHES + count * _PANEL_INCHES
         result = Figure(figsize=size, dpi=DPI, layout="constrained")
         grid: Any = result.subplots(count, 1, squeeze=False, sharex=True)
-        lasts = [
-            _panel(axes, measured, looks, label, value)
-            for axes, (label, value) in zip(grid[:, 0], self.measures, strict=True)
-        ]
+        panels = zip(grid[:, 0], self.measures, strict=True)
+        names = {axes: _panel(axes, measured, looks, *measure) for axes, measure in panels}
         grid[-1, 0].set_xlabel("tokens in the cache, of each sequence")
         result.draw_without_rendering()  # names are set by the height that the layout gives
-        for axes, names in zip(grid[:, 0], lasts, strict=True):
-            write_names(axes, names)
+        for axes, of_panel in names.items():
+            write_names(axes, of_panel)
         return result
-
-
-def _same(size_bytes: int) -> Ends:
-    return (size_bytes / MIB,) * 3
 
 
 def _ends(spread: Spread, scale: float = 1.0) -> Ends:
@@ -75,8 +68,8 @@ MEMORY = Lines(
         "of powers, so that caches of the same growth run in parallel.",
     ),
     (
-        ("KV held (MiB)", lambda at: _same(at.kv_bytes)),
-        ("rise of memory (MiB)", lambda at: _same(at.rise_bytes)),
+        ("KV held (MiB)", lambda at: (at.kv_bytes / MIB,) * 3),
+        ("rise of memory (MiB)", lambda at: (at.rise_bytes / MIB,) * 3),
     ),
 )
 TIME = Lines(

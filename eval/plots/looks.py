@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from eval.run.rows import Row
@@ -43,13 +44,8 @@ class Look:
 def looks_of(rows: Sequence[Row]) -> dict[str, Look]:
     """Return name of a cache -> its look; no two of the first 14 share a marker."""
     caches = dict.fromkeys(row.cache for row in rows)
-    return {cache: _look(number) for number, cache in enumerate(caches)}
-
-
-def _look(number: int) -> Look:
-    return Look(
-        _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)], _STROKES[number % len(_STROKES)]
-    )
+    looks = zip(caches, cycle(_COLOURS), cycle(_MARKERS), cycle(_STROKES), strict=False)
+    return {cache: Look(*look) for cache, *look in looks}
 
 
 def power_axis(axes: Axes, ticks: Sequence[float], low: float, high: float) -> None:
@@ -89,27 +85,14 @@ def write_names(axes: Axes, names: Sequence[Name]) -> None:
     places = spaced([float(ends[index][1]) for index in order], gap)
     for index, place in zip(order, places, strict=True):
         name, (end_x, end_y) = names[index], ends[index]
-        shared: dict[str, Any] = {
-            "transform": axes.transAxes,
-            "clip_on": False,
-            "color": name.look.colour,
-            "markerfacecolor": name.look.colour if name.is_bold else "white",
-        }
+        colour, weight = name.look.colour, "bold" if name.is_bold else "normal"
+        shared: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": colour}
         if name.line_from is not None:
             axes.plot([end_x, _NAMES_AT - 0.015], [end_y, place], linewidth=0.4, **shared)
-        axes.plot([_NAMES_AT], [place], marker=name.look.marker, markersize=5, **shared)
-        axes.text(
-            _NAMES_AT + 0.02,
-            place,
-            name.cache,
-            va="center_baseline",
-            fontsize=_NAME_POINTS,
-            fontweight="bold" if name.is_bold else "normal",
-            color=name.look.colour,
-            transform=axes.transAxes,
-            clip_on=False,
-            parse_math=False,
-        )
+        inside = colour if name.is_bold else "white"
+        axes.plot([_NAMES_AT], [place], name.look.marker, markersize=5, markerfacecolor=inside, **shared)
+        style: dict[str, Any] = {"fontsize": _NAME_POINTS, "fontweight": weight, "va": "center_baseline"}
+        axes.text(_NAMES_AT + 0.02, place, name.cache, parse_math=False, **style, **shared)
 
 
 def spaced(wanted: Sequence[float], gap: float) -> list[float]:

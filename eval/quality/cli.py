@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -52,21 +53,21 @@ def quality(
     from eval.core import device, models, results, table
     from eval.core.progress import Progress
     from eval.data import text
-    from eval.quality import protocol, schemes, tables
-    from eval.quality.requirements import Protocol
+    from eval.quality import picture, protocol, schemes, tables
 
     with usage_errors():
         selected = schemes.chosen(only, quick=quick, defaults=defaults)
         check_writable(json_file)
     described = device.describe(torch.device("cpu"))
-    what = Protocol(model, rows, tokens, chunk)
+    what = tables.Protocol(model, rows, tokens, chunk)
     found = []
     with usage_errors(), Progress(console, f"loading {model}") as progress:
         loaded = models.load(model)
         ids = text.row_ids(loaded.tokenizer, rows, tokens)
         for is_shifted in offsets:
             started_s = time.perf_counter()
-            taken = [s for s in selected if only is not None or s.is_run(key_offset=is_shifted)]
+            is_left_out = attrgetter("only_defaults" if is_shifted else "only_offset")
+            taken = [scheme for scheme in selected if only is not None or not is_left_out(scheme)]
             if taken:
                 label = "chunks, with a key offset" if is_shifted else "chunks, keys as they are"
                 progress.update(label, total=-(-tokens // chunk) * len(offsets))
@@ -88,15 +89,9 @@ def quality(
             [result.to_dict() for result in found],
         )
         write_results(json_file, results.to_json(document, indent=2) + "\n")
-        _draw(console, found, json_file.with_suffix(".png"))
+        is_drawn = picture.draw(found, json_file.with_suffix(".png"))
+        drawn = f"{json_file} and {json_file.with_suffix('.png').name} are written"
+        missing = "no picture: pip install 'hf-paged-cache[plots]'"
+        console.print(drawn if is_drawn else missing, highlight=False, markup=False)
     if not all(bound.holds for row in found_rows for bound in row.bounds):
         raise typer.Exit(EXIT_WRONG)
-
-
-def _draw(console: Any, results: list[Any], path: Path) -> None:
-    from eval.quality import picture
-
-    if picture.draw(results, path):
-        console.print(f"{path.with_suffix('.json')} and {path.name} are written", highlight=False)
-    else:
-        console.print("no picture: pip install 'hf-paged-cache[plots]'", highlight=False, markup=False)

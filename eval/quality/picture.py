@@ -47,10 +47,9 @@ def _bars(axes: Axes, result: Result) -> None:
     rows: list[dict[str, Any]] = [row.cells for row in result.rows]
     names = [str(cells["scheme"]) for cells in rows]
     looks = [_STOCK if name == "dynamic" or name.startswith("stock") else _OURS for name in names]
-    values = [cells.get("kl_nats") or 0.0 for cells in rows]
+    values, labels = [cells.get("kl_nats") or 0.0 for cells in rows], [_label(cells) for cells in rows]
     # A bar on an axis of powers has to begin somewhere: at its left end.
-    title = _TITLES.get(result.name, result.name)
-    draw_bars(axes, title, names, values, [_label(cells) for cells in rows], looks, left=_LEAST_KL)
+    draw_bars(axes, _TITLES[result.name], names, values, labels, looks, left=_LEAST_KL)
     axes.set_xscale("log")
     axes.set_xlim(_LEAST_KL, _MOST_KL)
     axes.invert_yaxis()

@@ -25,9 +25,9 @@ from transformers import DynamicCache
 from eval.caches import CacheUnavailable
 from eval.core.statistics import kl_divergence, top1_agreement
 from eval.quality.schemes import Scheme
-from eval.quality.storage import Storage
-from hf_paged_cache import disable, enable
-from hf_paged_cache.host.compat import cache_argument
+from eval.quality.storage import Storage, measure
+from eval.run.generate import forward
+from hf_paged_cache import PagedCache, disable, enable
 
 OFFSET = 60.0
 """Added to two channels of every key, as models with large key biases have it.
@@ -105,34 +105,29 @@ def run(
     key_offset: bool = False,
     progress: Callable[[int], object] = lambda chunks: None,
 ) -> Comparison:
-    """Feed the text through every scheme; the reference is a `DynamicCache`, never with an offset.
+    """Feed `ids` `[rows, tokens]` through every scheme, `chunk` tokens of each row at a time.
 
-    Args:
-        model: a causal language model.
-        ids: `[rows, tokens]`.
-        schemes: what to compare.
-        chunk: tokens of each forward.
-        key_offset: add `OFFSET` to two channels of all keys.
-        progress: called after each chunk.
+    The reference is a `DynamicCache`, never with the offset that `key_offset` adds. `progress` is told of
+    each chunk.
     """
     with torch.inference_mode(), _guard_is_silent():
         runs = [(outcome := Outcome(scheme), _create(model, outcome, key_offset)) for scheme in schemes]
         reference_cache, reference_score = DynamicCache(config=model.config), Score()
         for start in range(0, ids.shape[1], chunk):
             part, successors = ids[:, start : start + chunk], ids[:, start + 1 : start + chunk + 1]
-            reference = _logits("dynamic", model, reference_cache, part)
+            reference = _logits(model, reference_cache, part)
             reference_score.add(reference, reference, successors)
             for outcome, cache in runs:
-                if outcome.problem is None:
-                    _step(model, outcome, cache, part, reference, successors)
+                if outcome.problem is None and (logits := _attempt(model, outcome, cache, part)) is not None:
+                    outcome.score.add(logits, reference, successors)
             progress(1)
         for outcome, cache in runs:
             if outcome.problem is None:
-                outcome.storage = outcome.scheme.measure(cache, model, ids.shape[0])
-            if outcome.problem is None and outcome.scheme.attention == "paged":
-                stats = cache.stats()
-                outcome.backend = stats.backend
-                outcome.moved = {layer: stats.layer_dtypes[layer] for layer in stats.moved_layers}
+                outcome.storage = measure(cache, model, ids.shape[0])
+                if isinstance(cache, PagedCache):
+                    stats = cache.stats()
+                    outcome.backend = stats.backend
+                    outcome.moved = {layer: stats.layer_dtypes[layer] for layer in stats.moved_layers}
         disable(model)
     return Comparison(reference_score, [outcome for outcome, _ in runs], key_offset)
 
@@ -148,29 +143,19 @@ def _create(model: Any, outcome: Outcome, key_offset: bool) -> Any:
     return cache
 
 
-def _step(
-    model: Any,
-    outcome: Outcome,
-    cache: Any,
-    part: torch.Tensor,
-    reference: torch.Tensor,
-    successors: torch.Tensor,
-) -> None:
+def _attempt(model: Any, outcome: Outcome, cache: Any, ids: torch.Tensor) -> torch.Tensor | None:
     try:
-        logits = _logits(outcome.scheme.attention, model, cache, part)
+        return _logits(model, cache, ids)
     except Exception as error:
-        if outcome.scheme.attention == "paged":
+        if isinstance(cache, PagedCache):
             raise  # our own fault, which a line in a table would hide
         outcome.problem = f"failed: {' '.join(str(error).split())[:160] or type(error).__name__}"
-        return
-    outcome.score.add(logits, reference, successors)
+        return None
 
 
-def _logits(attention: str, model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    (disable if attention == "dynamic" else enable)(model)
-    argument = {cache_argument(model): cache}
-    logits: torch.Tensor = model(ids, use_cache=True, **argument).logits
-    return logits
+def _logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    (enable if isinstance(cache, PagedCache) else disable)(model)
+    return forward(model, ids, cache)
 
 
 def channels(head_dim: int) -> tuple[int, int]:

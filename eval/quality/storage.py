@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import QuantizedLayer
 
+from hf_paged_cache import PagedCache
 from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 
@@ -32,44 +34,43 @@ class Storage:
         return 8 * self.all_bytes / self.all_values
 
 
-def of_paged(cache: Any, model: Any, rows: int) -> Storage:
-    """A `PagedCache`: the entries of its tables say which blocks are records."""
-    tokens, stored_bytes, stored_values, all_values = cache.stats().tokens, 0, 0, 0
-    for blocks in cache._state.blocks.values():
-        heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
-        one = (blocks.keys[0], blocks.values[0]) if blocks.records is None else (blocks.records[0],)
-        block_bytes = sum(tensor.nbytes for tensor in one)
-        columns = -(-tokens // blocks.block_size)
-        in_column = torch.full((columns,), blocks.block_size)
-        in_column[-1] = tokens - (columns - 1) * blocks.block_size
-        sealed = blocks.table[:, :columns] >= 0
-        stored_bytes += int(sealed.sum()) * block_bytes
-        stored_values += int((sealed * in_column).sum()) * heads * dims
-        all_values += blocks.table.shape[0] * tokens * heads * dims
-    return Storage(stored_bytes, stored_values, cache.memory_footprint().used_bytes, all_values)
-
-
-def of_dynamic(cache: Any, model: Any, rows: int) -> Storage:
-    """A `DynamicCache`."""
+def measure(cache: Any, model: Any, rows: int) -> Storage:
+    """What a `PagedCache`, a `QuantizedCache` with any backend or a `DynamicCache` holds."""
+    if isinstance(cache, PagedCache):
+        return _of_paged(cache)
+    if isinstance(cache.layers[0], QuantizedLayer):
+        return _of_quantized(cache, model, rows)
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     total, values = sum(tensor.nbytes for tensor in tensors), sum(tensor.numel() for tensor in tensors)
     return Storage(total, values, total, values)
 
 
-def of_quantized(cache: Any, model: Any, rows: int) -> Storage:
-    """A `QuantizedCache` with any backend: its quantized part, and the residual in the model's dtype."""
+def _of_paged(cache: PagedCache) -> Storage:
+    """The entries of its tables say which blocks are records."""
+    tokens, stored_bytes, stored_values, all_values = cache.stats().tokens, 0, 0, 0
+    for blocks in cache._state.blocks.values():
+        heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
+        one = (blocks.keys[0], blocks.values[0]) if blocks.records is None else (blocks.records[0],)
+        columns = -(-tokens // blocks.block_size)
+        in_column = torch.full((columns,), blocks.block_size)
+        in_column[-1] = tokens - (columns - 1) * blocks.block_size
+        sealed = blocks.table[:, :columns] >= 0
+        stored_bytes += int(sealed.sum()) * sum(tensor.nbytes for tensor in one)
+        stored_values += int((sealed * in_column).sum()) * heads * dims
+        all_values += blocks.table.shape[0] * tokens * heads * dims
+    return Storage(stored_bytes, stored_values, cache.memory_footprint().used_bytes, all_values)
+
+
+def _of_quantized(cache: Any, model: Any, rows: int) -> Storage:
+    """Its quantized part, and the residual in the model's dtype."""
     stored = residual = residual_values = 0
     for layer in cache.layers:
         quantized = plain_tensors((layer._quantized_keys, layer._quantized_values))
         stored += sum(tensor.numel() * tensor.element_size() for tensor in quantized)
         residual += layer.keys.nbytes + layer.values.nbytes
         residual_values += layer.keys.numel() + layer.values.numel()
-    total = _values_per_token(model) * rows * cache.layers[0].cumulative_length
-    return Storage(stored, total - residual_values, stored + residual, total)
-
-
-def _values_per_token(model: Any) -> int:
-    """Numbers of K and V of one token over all layers of a decoder."""
     config = model.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    total = per_token * rows * cache.layers[0].cumulative_length
+    return Storage(stored, total - residual_values, stored + residual, total)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from eval.report import numbers
-from eval.report.document import Grid, Section
 from eval.report.numbers import NOTHING
-from eval.run.lookups import DEFAULT_CACHE, at_context, by_task, default_row
-from eval.run.rows import AtContext, Row
+from eval.run.rows import DEFAULT_CACHE, AtContext, Metric, Row, at_context, by_task, default_row
 
 BRACKETS = (
     "Between brackets: for metrics and differences the ends of the 95 % interval, for times the 10th and "
@@ -27,97 +26,95 @@ MEANINGS = (
     (_AGREEMENT, f"the main metric with {DEFAULT_CACHE}'s own answers as references"),
 )
 
-Cells = dict[tuple[str, str], str]
-"""One line of a table: (heading, what else tells columns apart) -> text."""
+Table = tuple[str, list[str], list[list[str]]]
+"""(title, headings, the texts of each line)."""
+Columns = Sequence[tuple[str, Callable[[Row], str]]]
+"""(heading, text of a row)."""
 
 
-def sections(rows: Sequence[Row]) -> list[Section]:
-    """Return a section for each task of which anything was measured."""
+def table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    """Return a table without the columns that say nothing."""
+    kept = [index for index in range(len(headings)) if any(line[index] != NOTHING for line in lines)]
+    return title, [headings[index] for index in kept], [[line[index] for index in kept] for line in lines]
+
+
+def tables(rows: Sequence[Row]) -> dict[str, list[Table]]:
+    """Return the tables of each task of which anything was measured."""
     found = {task: [row for row in of_task if row.problem is None] for task, of_task in by_task(rows).items()}
-    return [
-        Section(task, (), [Section(title, [_grid(lines)]) for title, lines in _tables(measured) if lines])
-        for task, measured in found.items()
-        if measured
-    ]
+    return {task: list(_tables(measured)) for task, measured in found.items() if measured}
 
 
-def _tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[Cells]]]:
-    """Yield the title and the lines of each table of one task."""
-    yield "Quality", [_metrics(row) for row in rows if row.metrics]
-    yield "Exact match % by length and depth", [line for row in rows for line in _heat(row)]
-    yield (
-        "Memory and time",
-        [_resources(row) for row in rows if row.prefill_ms or row.decode_ms or row.kv_bytes is not None],
-    )
-    for title, value in _BY_CONTEXT.items():
-        yield title, _by_context(rows, value)
+def _tables(rows: Sequence[Row]) -> Iterator[Table]:
+    if scored := [row for row in rows if row.metrics]:
+        yield _by_columns("Quality", scored, list(_metrics(scored)))
+    if any(row.heat for row in rows):
+        yield _heat(rows)
+    if used := [row for row in rows if row.prefill_ms or row.decode_ms or row.kv_bytes is not None]:
+        yield _by_columns("Memory and time", used, _RESOURCES)
+    if lengths := sorted({at.context_tokens for row in rows for at in row.contexts}):
+        for title, value in _BY_CONTEXT.items():
+            cells = partial(_at_length, default=default_row(rows), value=value)
+            columns = [(str(length), partial(cells, length=length)) for length in lengths]
+            yield _by_columns(title, rows, [("cache", lambda row: row.cache), *columns])
 
 
-def _grid(lines: Sequence[Cells]) -> Grid:
-    """Return a table whose columns stand in the order in which they first come."""
-    keys = list(dict.fromkeys(key for line in lines for key in line))
-    return Grid(
-        [heading for heading, _ in keys], [[line.get(key, NOTHING) for key in keys] for line in lines]
-    )
+def _by_columns(title: str, rows: Sequence[Row], columns: Columns) -> Table:
+    lines = [[text(row) for _, text in columns] for row in rows]
+    return table(title, [heading for heading, _ in columns], lines)
 
 
-def _line(cells: Mapping[str, str]) -> Cells:
-    return {(heading, ""): text for heading, text in cells.items()}
+def _metrics(rows: Sequence[Row]) -> Iterator[tuple[str, Callable[[Row], str]]]:
+    yield "cache", lambda row: row.cache
+    for metric in {metric.key: metric for row in rows for metric in row.metrics}.values():
+        yield numbers.name(metric), partial(_metric, key=metric.key, write=numbers.interval)
+        yield f"Δ to {DEFAULT_CACHE}", partial(_difference, key=metric.key)
+    agreement = next((row.agreement for row in rows if row.agreement), None)
+    if agreement is not None:
+        heading = f"{numbers.name(agreement)} {_AGREEMENT}"
+        yield heading, lambda row: numbers.interval(row.agreement) if row.agreement else NOTHING
+    yield _DIVERGENCE, _divergence
 
 
-def _metrics(row: Row) -> Cells:
-    cells = _line({"cache": row.cache})
-    for metric in row.metrics:
-        cells[numbers.name(metric), ""] = numbers.interval(metric)
-        is_default = row.cache == DEFAULT_CACHE
-        difference = NOTHING if is_default else numbers.difference_interval(metric)
-        cells[f"Δ to {DEFAULT_CACHE}", metric.key] = difference
-    if row.agreement is not None:
-        cells[f"{numbers.name(row.agreement)} {_AGREEMENT}", ""] = numbers.interval(row.agreement)
-    if row.first_divergence_tokens is not None:
-        cells[_DIVERGENCE, ""] = f"{row.first_divergence_tokens:g}"
-    return cells
+def _metric(row: Row, key: str, write: Callable[[Metric], str]) -> str:
+    return next((write(metric) for metric in row.metrics if metric.key == key), NOTHING)
 
 
-def _heat(row: Row) -> Iterator[Cells]:
-    for length in sorted({cell.length_tokens for cell in row.heat}):
-        found = {
-            f"at {cell.depth_percent} %": f"{cell.exact_percent:.0f}"
-            for cell in sorted(row.heat, key=lambda cell: cell.depth_percent)
-            if cell.length_tokens == length
-        }
-        yield _line({"cache": row.cache, "tokens": str(length), **found})
+def _difference(row: Row, key: str) -> str:
+    return NOTHING if row.cache == DEFAULT_CACHE else _metric(row, key, numbers.difference_interval)
 
 
-def _resources(row: Row) -> Cells:
-    return _line(
-        {
-            "cache": row.cache,
-            "KV MiB": numbers.mib(row.kv_bytes),
-            "set aside MiB": numbers.mib(row.kv_allocated_bytes),
-            "peak MiB": numbers.mib(row.peak_bytes),
-            "rise MiB": numbers.mib(row.rise_bytes),
-            "prefill ms": numbers.spread(row.prefill_ms),
-            "decode ms/token": numbers.spread(row.decode_ms),
-        }
-    )
+def _divergence(row: Row) -> str:
+    return NOTHING if row.first_divergence_tokens is None else f"{row.first_divergence_tokens:g}"
 
+
+def _heat(rows: Sequence[Row]) -> Table:
+    depths = sorted({cell.depth_percent for row in rows for cell in row.heat})
+    lines = []
+    for row in rows:
+        exact = {(cell.length_tokens, cell.depth_percent): f"{cell.exact_percent:.0f}" for cell in row.heat}
+        for length in sorted({length for length, _ in exact}):
+            lines.append([row.cache, str(length), *(exact.get((length, depth), NOTHING) for depth in depths)])
+    title = "Exact match % by length and depth"
+    return table(title, ["cache", "tokens", *(f"at {depth} %" for depth in depths)], lines)
+
+
+_RESOURCES: Columns = (
+    ("cache", lambda row: row.cache),
+    ("KV MiB", lambda row: numbers.mib(row.kv_bytes)),
+    ("set aside MiB", lambda row: numbers.mib(row.kv_allocated_bytes)),
+    ("peak MiB", lambda row: numbers.mib(row.peak_bytes)),
+    ("rise MiB", lambda row: numbers.mib(row.rise_bytes)),
+    ("prefill ms", lambda row: numbers.spread(row.prefill_ms)),
+    ("decode ms/token", lambda row: numbers.spread(row.decode_ms)),
+)
 
 Value = Callable[[AtContext, AtContext | None], str]
 """Text of what was measured at one length: (of the cache, of the default cache or None)."""
 
 
-def _by_context(rows: Sequence[Row], value: Value) -> list[Cells]:
-    default = default_row(rows)
-    lengths = sorted({at.context_tokens for row in rows for at in row.contexts})
-    lines = []
-    for row in rows if lengths else ():
-        cells = {"cache": row.cache, **dict.fromkeys(map(str, lengths), NOTHING)}
-        for at in row.contexts:
-            other = at_context(default, at.context_tokens) if default else None
-            cells[str(at.context_tokens)] = value(at, other)
-        lines.append(_line(cells))
-    return lines
+def _at_length(row: Row, length: int, default: Row | None, value: Value) -> str:
+    at, other = at_context(row, length), at_context(default, length) if default else None
+    return NOTHING if at is None else value(at, other)
 
 
 def _decode(at: AtContext, default: AtContext | None) -> str:

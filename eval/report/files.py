@@ -11,14 +11,11 @@ import yaml
 from eval import plots
 from eval.core import results
 from eval.core.errors import UsageError
-from eval.report.content import document
 from eval.report.render import html, markdown
 from eval.run.rows import Run
 
 RESULTS_FILE = "results.json"
 PREDICTIONS_FILE = "predictions.jsonl"
-BENCH = "caches"
-"""Name of the rows of a run among its results."""
 
 
 def write(run: Run, folder: Path) -> None:
@@ -31,13 +28,13 @@ def write(run: Run, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = plots.draw(run, folder)
-    report = document(run, pictures)
+    report = markdown(run, pictures)
     answers = (results.to_json(dataclasses.asdict(prediction)) for prediction in run.predictions)
     files = {
         "config.yaml": yaml.safe_dump(run.settings, sort_keys=False, allow_unicode=True),
         RESULTS_FILE: results_json(run),
         PREDICTIONS_FILE: "".join(f"{answer}\n" for answer in answers),
-        "report.md": markdown(report),
+        "report.md": report,
         "report.html": html(report, folder),
     }
     for name, text in files.items():
@@ -49,16 +46,14 @@ def results_json(run: Run) -> str:
     fields = dataclasses.asdict(dataclasses.replace(run, predictions=[]))
     del fields["predictions"]
     environment, settings, rows = (fields.pop(name) for name in ("environment", "settings", "rows"))
-    content = results.document(environment, settings, [{"bench": BENCH, "rows": rows}], **fields)
+    content = results.document(environment, settings, [{"bench": "caches", "rows": rows}], **fields)
     return results.to_json(content, indent=1) + "\n"
 
 
 def read(path: Path) -> Run:
-    """Return the run that `write` wrote.
+    """Return the run that `write` wrote into a folder, or that a file like its `results.json` holds.
 
-    Args:
-        path: a run folder, or a file like its `results.json`. The answers come from `predictions.jsonl`
-            beside it; where there is no such file, the run has none.
+    The answers come from `predictions.jsonl` beside it; where there is no such file, the run has none.
 
     Raises:
         UsageError: it cannot be read, or is no result of this version.

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 
 from eval.core.statistics import Spread
-from eval.run.lookups import MIB
-from eval.run.rows import Metric
+from eval.run.rows import MIB, Metric
 
 NOTHING = "-"
-_LEAST_EXPONENT = -3
-"""Numbers below 0.001 are written with an exponent."""
 
 
 def significant(value: float | None, digits: int = 3) -> str:
@@ -20,7 +17,7 @@ def significant(value: float | None, digits: int = 3) -> str:
     if value == 0.0 or not math.isfinite(value):
         return format(value, "g")
     exponent = _exponent(value)
-    if exponent < _LEAST_EXPONENT:
+    if exponent < -3:
         mantissa, power = f"{value:.{digits - 1}e}".split("e")
         return f"{mantissa}e{int(power)}"
     return f"{value:.{max(0, digits - 1 - exponent)}f}"
@@ -33,11 +30,6 @@ def _exponent(value: float) -> int:
 def mib(size_bytes: int | None) -> str:
     """Write bytes in MiB, without the unit."""
     return significant(None if size_bytes is None else size_bytes / MIB)
-
-
-def share(percent: float | None) -> str:
-    """Write a percentage, without the sign."""
-    return NOTHING if percent is None else f"{percent:.1f}"
 
 
 def ratio(value: Spread | None, default: Spread | None) -> str:
@@ -72,28 +64,23 @@ def interval(metric: Metric) -> str:
     return f"{_number(metric, metric.value)} [{_number(metric, metric.low)}, {_number(metric, metric.high)}]"
 
 
-def difference(metric: Metric) -> str:
+def difference(metric: Metric, ends: str = "") -> str:
     """Write the difference to the default cache and what is to be made of it: `-0.31 noise`."""
     if metric.difference is None:
         return NOTHING
-    return f"{_shown_difference(metric, metric.difference)} {metric.verdict or ''}".strip()
+    text = _signed(metric, metric.difference)
+    # A zero that is called worse would be a riddle.
+    if not text.strip("0.") and metric.verdict in ("better", "worse"):
+        text = f"{metric.difference:+.0e}".replace("e-0", "e-")
+    return " ".join(filter(None, (text, ends, metric.verdict)))
 
 
 def difference_interval(metric: Metric) -> str:
     """Write the difference, the ends of its interval and the verdict."""
     low, high = metric.difference_low, metric.difference_high
-    if metric.difference is None or low is None or high is None:
+    if low is None or high is None:
         return difference(metric)
-    ends = f"[{_signed(metric, low)}, {_signed(metric, high)}]"
-    return f"{_shown_difference(metric, metric.difference)} {ends} {metric.verdict}"
-
-
-def _shown_difference(metric: Metric, value: float) -> str:
-    text = _signed(metric, value)
-    # A zero that is called worse would be a riddle.
-    if text.strip("0.") or metric.verdict in (None, "same", "noise"):
-        return text
-    return f"{value:+.0e}".replace("e-0", "e-")
+    return difference(metric, f"[{_signed(metric, low)}, {_signed(metric, high)}]")
 
 
 def _signed(metric: Metric, value: float) -> str:

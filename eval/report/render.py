@@ -1,4 +1,4 @@
-"""A report as Markdown and as one HTML file that needs nothing from elsewhere, from its templates.
+"""A report as Markdown, from its template, and the same as one HTML file that needs nothing from elsewhere.
 
 Nothing that a text says is taken for markup: models answer what they like.
 """
@@ -7,37 +7,57 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
+from markdown_it import MarkdownIt
 
-from eval.report.document import Document
+from eval.plots import Picture
+from eval.report.content import content
+from eval.run.rows import Run
 
 _MARKUP = re.compile(r"([\\`*<>\[\]|&$~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 """Characters that mean something to Markdown; an underscore within a word does not."""
 
 
-def markdown(document: Document) -> str:
-    """Return the text of `report.md`; pictures are links to the files beside it."""
-    environment = _environment(is_html=False)
+def markdown(run: Run, pictures: Sequence[Picture] | None) -> str:
+    """Return the text of `report.md`, with links to pictures beside it; None: they could not be drawn."""
+    environment = _environment()
     environment.filters["md"] = lambda text: _MARKUP.sub(r"\\\1", " ".join(text.split()))
-    return environment.get_template("report.md.j2").render(document=document)
+    return environment.get_template("report.md.j2").render(content(run, pictures))
 
 
-def html(document: Document, folder: Path) -> str:
-    """Return the text of `report.html`; the pictures, which lie in the folder, are written into it."""
+def html(text: str, folder: Path) -> str:
+    """Return the text of `report.html` from that of `report.md`, whose pictures lie in the folder."""
+    parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
+    tokens = parser.parse(text)
+    sections = []
+    for before, token, inner, end in zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False):
+        if token.type == "heading_open" and token.tag == "h2":
+            sections.append(inner.content)
+            token.attrSet("id", f"s{len(sections)}")
+        elif token.type == "th_open":
+            token.attrSet("scope", "col")
+        elif token.type == "td_open" and before.type == "tr_open":
+            token.tag = end.tag = "th"
+            token.attrSet("scope", "row")
+        elif token.type == "td_open" and (inner.content.endswith(" worse") or inner.content == "failed"):
+            token.attrSet("class", "worse")
+        for image in token.children or ():
+            if image.type == "image":
+                png = (folder / str(image.attrs["src"])).read_bytes()
+                image.attrSet("src", f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}")
+    body = parser.renderer.render(tokens, parser.options, {})
+    body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace(
+        "</table>", "</table></div>"
+    )
+    return _environment().get_template("report.html.j2").render(sections=sections, body=body)
 
-    def png_base64(file_name: str) -> str:
-        return base64.b64encode((folder / file_name).read_bytes()).decode("ascii")
 
-    template = _environment(is_html=True).get_template("report.html.j2")
-    return template.render(document=document, png_base64=png_base64)
-
-
-def _environment(*, is_html: bool) -> jinja2.Environment:
+def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=is_html,  # not by the name's ending: a model's answer must never become markup
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,15 +28,9 @@ def generate_batch(
 ) -> tuple[list[list[int]], Measures]:
     """Generate greedily; the ids of each row, up to and including the end-of-sequence token, and the cost.
 
-    Args:
-        loaded: the model; its attention is left as the cache wanted it.
-        inputs: `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left.
-        entry: the contender.
-        new_tokens: most tokens to generate for a row.
-        is_exact: generate so many, whatever the model would say.
-
-    Raises:
-        CacheUnavailable: the cache cannot run here.
+    `inputs` are `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left. At most
+    `new_tokens` are generated for a row; with `is_exact` so many, whatever the model would say. The model's
+    attention is left as the cache wanted it. A cache that cannot run here raises `CacheUnavailable`.
     """
     rows, tokens = inputs["input_ids"].shape
     with measured(loaded, entry, Demand(rows, tokens + new_tokens)) as run:
@@ -62,11 +56,7 @@ class Measured:
 
 @contextlib.contextmanager
 def measured(loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> Iterator[Measured]:
-    """Watch time and memory from the making of a cache on.
-
-    Raises:
-        CacheUnavailable: the cache cannot run here.
-    """
+    """Watch time and memory from the making of a cache on, which raises `CacheUnavailable` if it must."""
     run = Measured(loaded, entry, demand)
     with run.memory, run.timer:
         run.cache = entry.create(loaded.model, demand)
@@ -74,48 +64,37 @@ def measured(loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> Iterator
 
 
 def generate(
-    loaded: LoadedModel,
-    inputs: dict[str, torch.Tensor],
-    cache: Any,
-    new_tokens: int,
-    *,
-    is_exact: bool = False,
+    loaded: LoadedModel, inputs: dict[str, Any], cache: Any, new_tokens: int, *, is_exact: bool = False
 ) -> list[list[int]]:
     """Generate greedily with a cache that may hold the beginning of the prompt; ids as `generate_batch`."""
     output = loaded.model.generate(
         **inputs,
         **{cache_argument(loaded.model): cache},
+        **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens if is_exact else None,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
         pad_token_id=loaded.tokenizer.pad_token_id,
     )
-    stops = _stop_ids(loaded.model, loaded.tokenizer)
+    ends = loaded.model.generation_config.eos_token_id
+    stops = {*(ends if isinstance(ends, list) else [ends]), loaded.tokenizer.eos_token_id}
     return [_until_stop(row, stops) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
-def forward(loaded: LoadedModel, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+def forward(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
     """Logits `[batch, tokens, vocabulary]` of a forward that goes on from what the cache holds."""
-    argument = {cache_argument(loaded.model): cache}
-    logits: torch.Tensor = loaded.model(ids, use_cache=True, **argument, **options).logits
+    argument = {cache_argument(model): cache}
+    logits: torch.Tensor = model(ids, use_cache=True, **argument, **options).logits
     return logits
 
 
 def prefill(loaded: LoadedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Logits `[batch, vocabulary]` behind the last token of a prompt; only those, where the model can."""
     can = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
-    return forward(loaded, ids, cache, **({"logits_to_keep": 1} if can else {}))[:, -1]
+    return forward(loaded.model, ids, cache, **({"logits_to_keep": 1} if can else {}))[:, -1]
 
 
 def warm_up(loaded: LoadedModel, entry: CacheEntry) -> None:
-    """Generate two tokens after a short prompt.
-
-    Raises:
-        CacheUnavailable: the cache cannot run here.
-    """
+    """Generate two tokens after a short prompt; `CacheUnavailable` where the cache cannot run here."""
     ids = torch.ones(1, _WARM_UP_TOKENS, dtype=torch.long, device=loaded.device)
     generate_batch(loaded, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, entry, 2)
 
@@ -127,11 +106,7 @@ def context_tokens(model: Any) -> int | None:
 
 
 def check_context(model: Any, needed_tokens: int, what: str, way_out: str) -> None:
-    """Raise unless the model's context is long enough.
-
-    Raises:
-        UsageError: it is not; says what needs so much, and the way out.
-    """
+    """Raise a `UsageError` that says what needs so much, and the way out, where the context is too short."""
     limit = context_tokens(model)
     if limit is not None and needed_tokens > limit:
         raise UsageError(
@@ -145,8 +120,7 @@ def contexts(
 ) -> Sequence[int]:
     """Lengths to look at: those asked for, else the defaults that fit the model with `room` tokens more.
 
-    Raises:
-        UsageError: those asked for are too long.
+    Those asked for may be too long: a `UsageError`.
     """
     if asked is not None:
         check_context(loaded.model, max(asked) + room, what, "smaller --contexts")
@@ -155,12 +129,6 @@ def contexts(
     return [tokens for tokens in defaults if tokens + room <= limit] or [max(1, limit - room)]
 
 
-def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
-    stops = model.generation_config.eos_token_id
-    ids = stops if isinstance(stops, list) else [stops]
-    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
-
-
-def _until_stop(row: list[int], stops: set[int]) -> list[int]:
+def _until_stop(row: list[int], stops: Collection[int | None]) -> list[int]:
     end = next((index for index, token in enumerate(row) if token in stops), len(row) - 1)
     return row[: end + 1]

@@ -6,13 +6,12 @@ a last line that was cut off counts as nothing.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from eval.core import results
 from eval.core.errors import UsageError
@@ -20,8 +19,6 @@ from eval.run.settings import Settings, read_yaml
 from eval.tasks.base import Outcome
 
 CONFIG = "config.yaml"
-# May differ when a run goes on: where it lies is known already.
-_FREE_SETTINGS = ("output",)
 
 Key = tuple[str, int, str]
 """(task, index of the unit, cache)."""
@@ -33,7 +30,6 @@ class Journal:
     def __init__(self, folder: Path, process: int = 0) -> None:
         self._folder = folder
         self._path = folder / f"journal.{process}.jsonl"
-        self._file: TextIO | None = None
 
     def done(self) -> dict[Key, Outcome]:
         """What any process has finished; a problem is not finished, and will be tried again."""
@@ -49,49 +45,37 @@ class Journal:
         return found
 
     def add(self, key: Key, outcome: Outcome) -> None:
-        """Append a line, and see to it that it is on disk.
-
-        Raises:
-            UsageError: it cannot be written, as on a full disk.
-        """
-        line = {"task": key[0], "unit": key[1], "cache": key[2], **dataclasses.asdict(outcome)}
+        """Append a line, and see to it that it is on disk; a `UsageError` where it cannot be written."""
+        line = dict(zip(("task", "unit", "cache"), key, strict=True)) | dataclasses.asdict(outcome)
         try:
-            self._write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._append(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UsageError(
                 f"cannot write to {self._path}: {error.strerror}; what was finished before is kept: make "
                 f"room, and go on with --resume {self._folder}"
             ) from error
 
-    def _write(self, line: str) -> None:
-        if self._file is None:
-            _end_last_line(self._path)
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(line)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # what a full disk did not take was said when it happened
-                self._file.close()
-            self._file = None
+    def _append(self, line: str) -> None:
+        with self._path.open("a+b") as file:
+            # A line that was cut off must not swallow the next one.
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read() == b"\n" else f"\n{line}"
+            file.write(line.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def check_continues(folder: Path, settings: Settings) -> None:
-    """Raise unless a run with these settings may go on in a folder.
-
-    Raises:
-        UsageError: the folder holds a run with other settings; says which.
-    """
+    """Raise a `UsageError` that says which where the folder holds a run with other settings."""
     if not (folder / CONFIG).is_file():
         return
     before, now = read_yaml(folder / CONFIG), settings.to_dict()
     different = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in sorted({*before, *now} - set(_FREE_SETTINGS))
-        if before.get(name) != now.get(name)
+        for name in sorted({*before, *now})
+        # Where a run lies is known already when it goes on.
+        if name != "output" and before.get(name) != now.get(name)
     ]
     if different:
         raise UsageError(
@@ -108,10 +92,3 @@ def _read(path: Path) -> Iterator[tuple[Key, Outcome]]:
             continue  # nothing, or cut off when the run was interrupted
         key = written.pop("task"), written.pop("unit"), written.pop("cache")
         yield key, results.build(Outcome, written)
-
-
-def _end_last_line(path: Path) -> None:
-    """A line that was cut off must not swallow the next one."""
-    if path.is_file() and not path.read_bytes().endswith(b"\n"):
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n")

@@ -43,11 +43,7 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Raise what one of them raises in all, so that nobody waits for one that has left.
-
-        Raises:
-            UsageError: one was raised, here or elsewhere.
-        """
+        """Raise the `UsageError` that one of them raises in all, so that nobody waits for one that left."""
         problems: list[str | None] = [None]
         try:
             yield
@@ -57,9 +53,8 @@ class Processes:
             from accelerate.utils import gather_object
 
             problems = gather_object(problems)
-        found = next((each for each in problems if each is not None), None)
-        if found is not None:
-            raise UsageError(found)
+        if problem := next(filter(None, problems), None):
+            raise UsageError(problem)
 
     def share(self, unit_index: int) -> bool:
         """Whether a unit is this process's to run."""

@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from eval.caches import CacheEntry, CacheUnavailable, restore_attention
+from eval.caches import CacheEntry, CacheUnavailable
 from eval.core.models import LoadedModel
 from eval.run.generate import warm_up
 from eval.run.journal import Journal
 from eval.run.processes import Processes
 from eval.tasks.base import Outcome, Task, Unit
+from hf_paged_cache import disable
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Runner:
         problems = self._warm_up(task, left)
         for turn, unit in enumerate(mine):
             self._run_unit(task, unit, left[unit.index][:: -1 if turn % 2 else 1], problems)
-        restore_attention(self.loaded.model)
+        disable(self.loaded.model)
 
     def mine(self, task: Task, units: Sequence[Unit]) -> list[Unit]:
         """The units of a task that are this process's."""
@@ -48,24 +49,24 @@ class Runner:
 
     def _warm_up(self, task: Task, left: dict[int, list[CacheEntry]]) -> set[str]:
         """Use every cache that is needed once, unmeasured; names of those that cannot run."""
-        first: dict[str, int] = {}
-        for index, waiting in left.items():
-            for entry in waiting:
-                first.setdefault(entry.name, index)
+
+        def warmed(entry: CacheEntry) -> Outcome:
+            warm_up(self.loaded, entry)
+            return Outcome()
+
         problems = set()
-        for entry in (entry for entry in self.entries if entry.name in first.keys() - self.warmed):
+        for entry in self.entries:
+            first = next((index for index, waiting in left.items() if entry in waiting), None)
+            if first is None or entry.name in self.warmed:
+                continue
             self.advance(f"{task.name} · {entry.name} · warm-up", 0)
-            outcome = _attempt(functools.partial(self._warmed, entry))
+            outcome = _attempt(functools.partial(warmed, entry))
             if outcome.problem is None:
                 self.warmed.add(entry.name)
             else:
                 problems.add(entry.name)
-                self.journal.add((task.name, first[entry.name], entry.name), outcome)
+                self.journal.add((task.name, first, entry.name), outcome)
         return problems
-
-    def _warmed(self, entry: CacheEntry) -> Outcome:
-        warm_up(self.loaded, entry)
-        return Outcome()
 
     def _run_unit(self, task: Task, unit: Unit, waiting: Sequence[CacheEntry], problems: set[str]) -> None:
         # Made for the first contender that asks for it: a failure is theirs, and none is made where none run.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import time
 from pathlib import Path
 
@@ -33,29 +32,29 @@ Work = dict[str, list[Unit]]
 
 
 class Session:
-    """A run in one of its processes.
-
-    Raises:
-        UsageError: there is no such device, or the run folder cannot be had.
-    """
+    """A run in one of its processes; a `UsageError` where the device or the run folder cannot be had."""
 
     def __init__(self, settings: Settings) -> None:
         self._started_s = time.monotonic()
         self._settings = settings
         self._processes = join(settings.device)
-        is_quiet = not self._processes.is_main
-        console = Console(quiet=is_quiet)
-        self._console = console if console.is_terminal else Console(width=120, quiet=is_quiet)
+        console = Console(quiet=not self._processes.is_main)
+        self._console = console if console.is_terminal else Console(width=120, quiet=console.quiet)
+        stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        self._folder = Path(self._processes.agree(settings.output or str(RUNS_DIR / stamp)))
         with self._processes.together():
             self._device = device.resolve_device(device_of(settings.device))
-        self._folder = self._run_folder()
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"cannot make the output folder {self._folder}: {error.strerror}") from error
+            check_continues(self._folder, settings)
         self._journal = Journal(self._folder, self._processes.index)
 
     def run(self) -> bool:
         """Run what is left, and report; whether a cache failed with an error.
 
-        Raises:
-            UsageError: the model or the data cannot be had, or do not go together.
+        A model and data that cannot be had, or do not go together, are a `UsageError`.
         """
         described = device.describe(self._device)
         with Progress(self._console, f"loading {self._settings.model}") as progress:
@@ -71,12 +70,15 @@ class Session:
                     soft_wrap=True,
                 )
                 raise
-            finally:
-                self._journal.close()
             progress.update("resampling and drawing")
             finished = self._report(loaded, work, described) if self._processes.is_main else None
         if finished is not None:
-            self._show(finished)
+            self._console.print(terminal.table(finished.rows, self._console.width))
+            self._console.print(
+                f"{finished.seconds:.0f} s; results.json, report.md and report.html are in {self._folder}",
+                soft_wrap=True,
+                highlight=False,
+            )
         self._processes.wait()
         self._processes.close()
         return finished is not None and any(row.failed for row in finished.rows)
@@ -85,7 +87,13 @@ class Session:
         settings = self._settings
         set_seed(settings.seed)
         loaded = models.load(settings.model, settings.dtype, self._device)
-        _check_chats(loaded, settings)
+        chats = [name for name in settings.tasks if TASKS[name].needs_chat]
+        if chats and loaded.tokenizer.chat_template is None:
+            others = ", ".join(name for name, task in TASKS.items() if not task.needs_chat)
+            raise UsageError(
+                f"the model {settings.model!r} has no chat template, which {', '.join(chats)} needs; choose "
+                f"a model tuned to follow instructions, or --tasks from: {others}"
+            )
         work = {name: TASKS[name].units(loaded, settings) for name in settings.tasks}
         if self._processes.is_main:
             config = yaml.safe_dump(settings.to_dict(), sort_keys=False, allow_unicode=True)
@@ -119,38 +127,9 @@ class Session:
             memory_method=measure.peak_memory(loaded.device).method,
             seconds=time.monotonic() - self._started_s,
             processes=self._processes.count,
-            rows=list(itertools.chain.from_iterable(rows for rows, _ in found)),
-            predictions=list(itertools.chain.from_iterable(predictions for _, predictions in found)),
+            rows=[row for rows, _ in found for row in rows],
+            predictions=[prediction for _, predictions in found for prediction in predictions],
             titles={name: CACHES[name].title for name in settings.caches},
         )
         files.write(finished, self._folder)
         return finished
-
-    def _show(self, finished: Run) -> None:
-        self._console.print(terminal.table(finished.rows, self._console.width))
-        self._console.print(
-            f"{finished.seconds:.0f} s; results.json, report.md and report.html are in {self._folder}",
-            soft_wrap=True,
-            highlight=False,
-        )
-
-    def _run_folder(self) -> Path:
-        stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        folder = Path(self._processes.agree(self._settings.output or str(RUNS_DIR / stamp)))
-        with self._processes.together():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"cannot make the output folder {folder}: {error.strerror}") from error
-            check_continues(folder, self._settings)
-        return folder
-
-
-def _check_chats(loaded: LoadedModel, settings: Settings) -> None:
-    chats = [name for name in settings.tasks if TASKS[name].needs_chat]
-    if chats and loaded.tokenizer.chat_template is None:
-        others = ", ".join(name for name, task in TASKS.items() if not task.needs_chat)
-        raise UsageError(
-            f"the model {settings.model!r} has no chat template, which {', '.join(chats)} needs; choose a "
-            f"model tuned to follow instructions, or --tasks from: {others}"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +14,48 @@ from eval.core.errors import UsageError, check_choice
 DTYPES = ("float32", "bfloat16", "float16")
 ALL = "all"
 # Integers and the least value each may take.
-_MINIMUM = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "seed": 0}
+MINIMUM = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "seed": 0}
 _DATASET_KEYS = ("dataset_config", "split", "id_column", "input_column", "reference_column", "instruction")
+
+
+def _setting(default: Any, about: str) -> Any:
+    """A field with the help of its option."""
+    return dataclasses.field(default=default, metadata={"help": about})
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One run. `resolve` builds and validates it."""
+    """One run. `resolve` builds and validates it. What is None is left to each task."""
 
-    # a name of `eval.core.models.MODELS`, a hub id, a local folder or a local `.gguf` file
-    model: str = "smollm2"
-    # names of `eval.tasks.TASKS`; `all` is every one
-    tasks: tuple[str, ...] = ("summarization", "translation", "retrieval", "perplexity")
-    # names of `eval.caches.CACHES`; `all` is every one
-    caches: tuple[str, ...] = ("dynamic", "paged", "paged-int8", "paged-int4")
-    # samples of each task; windows of `perplexity` and texts of `fidelity` count for eight. With few, windows
-    # and the contexts of `retrieval` are shorter, unless they were asked for. Six can tell two caches apart.
-    limit: int = 6
-    batch_size: int = 8  # prompts generated together, padded on the left
-    max_new_tokens: int | None = None  # tokens generated for each sample; None leaves it to each task
-    # lengths in tokens that the tasks `retrieval`, `perplexity` and `latency` look at; None leaves them to
-    # each task, as far as the model's context goes
-    contexts: tuple[int, ...] | None = None
-    # the model's dtype, and therefore the default cache's; `fp32`, `bf16` and `fp16` are understood
-    dtype: str = "float32"
-    device: str = "auto"  # a torch device, or "auto": CUDA where there is one, else the CPU
-    seed: int = 0  # chooses the samples
-    # texts for the one task that takes some: a name of `datasets`, or a local file (JSON lines, JSON, CSV,
-    # Parquet, text) or folder; None is what ships
-    dataset: str | None = None
-    dataset_config: str | None = None  # configuration of the data set
-    split: str | None = None  # of the data set
-    id_column: str | None = None  # names the sample; None numbers them
-    input_column: str | None = None  # the text; a dot reaches into nested columns (`translation.de`)
-    reference_column: str | None = None  # what answers are scored against
-    instruction: str | None = None  # the user's message, with `{input}` where the text goes
-    output: str | None = None  # the run folder; None makes `eval/runs/<timestamp>`
+    model: str = _setting("smollm2", "smollm2, a hub id, a folder or a .gguf file.")
+    tasks: tuple[str, ...] = _setting(
+        ("summarization", "translation", "retrieval", "perplexity"), "Comma-separated names of tasks, or all."
+    )
+    caches: tuple[str, ...] = _setting(
+        ("dynamic", "paged", "paged-int8", "paged-int4"), "Comma-separated names of caches, or all."
+    )
+    # Windows of `perplexity` and texts of `fidelity` count for eight. With few, windows and the contexts of
+    # `retrieval` are shorter, unless they were asked for. Six can tell two caches apart.
+    limit: int = _setting(6, "Samples of each task.")
+    batch_size: int = _setting(8, "Prompts generated together.")
+    max_new_tokens: int | None = _setting(None, "Longest answer; default: the task's.")
+    contexts: tuple[int, ...] | None = _setting(
+        None, "Comma-separated lengths for retrieval, perplexity and latency."
+    )
+    # The model's, and therefore the default cache's.
+    dtype: str = _setting("float32", "float32, bfloat16, float16; or fp32, bf16, fp16.")
+    device: str = _setting("auto", "auto, cpu, cuda, cuda:1, …")
+    seed: int = _setting(0, "Chooses the samples.")
+    dataset: str | None = _setting(
+        None, "cnn_dailymail, xsum, wmt16, any name of `datasets`, or a file; for one task."
+    )
+    dataset_config: str | None = _setting(None, "Configuration of the data set.")
+    split: str | None = _setting(None, "Split of the data set; default: test.")
+    id_column: str | None = _setting(None, "Column that names a sample.")
+    input_column: str | None = _setting(None, "Column of texts; a dot goes inside.")
+    reference_column: str | None = _setting(None, "Column of the right answers.")
+    instruction: str | None = _setting(None, "The user's message, with {input} in it.")
+    output: str | None = _setting(None, "Run folder; default: eval/runs/<timestamp>.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON and YAML write them (tuples as lists)."""
@@ -57,26 +63,17 @@ class Settings:
 
 
 def resolve(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
-    """Merge the defaults, the YAML file and the command line, in rising order of precedence.
-
-    Args:
-        config: a YAML mapping of `Settings` keys, or None.
-        overrides: keys given on the command line; a value of None means "not given".
+    """Merge the defaults, the YAML file and the command line (None: not given), in rising precedence.
 
     Raises:
         UsageError: for an unreadable file, an unknown key, task, cache or dtype, or a wrong value.
     """
     merged = read_yaml(config) if config is not None else {}
-    merged.update({key: value for key, value in overrides.items() if value is not None})
-    return _validated(merged)
+    return _validated(merged | {key: value for key, value in overrides.items() if value is not None})
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        UsageError: it cannot be read, or holds something else.
-    """
+    """The mapping that a YAML file holds; a `UsageError` where it cannot be read or holds something else."""
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -98,49 +95,42 @@ def _validated(values: Mapping[str, Any]) -> Settings:
     from eval.tasks import TASKS
     from hf_paged_cache.tools.planner.amounts import SHORT_DTYPES
 
-    caches = tuple(dict.fromkeys(ALIASES.get(name, name) for name in settings.caches))
     settings = dataclasses.replace(
         settings,
-        tasks=_expanded("task", settings.tasks, tuple(TASKS)),
-        caches=_expanded("cache", caches, tuple(CACHES)),
+        tasks=_expanded("task", settings.tasks, TASKS),
+        caches=_expanded("cache", [ALIASES.get(name, name) for name in settings.caches], CACHES),
         dtype=SHORT_DTYPES.get(settings.dtype, settings.dtype),
     )
     check_choice("dtype", settings.dtype, DTYPES)
     takers = [name for name in settings.tasks if TASKS[name].takes_dataset]
-    _check_dataset(settings, takers)
+    given = [key for key in _DATASET_KEYS if getattr(settings, key) is not None]
+    if given and settings.dataset is None:
+        raise UsageError(f"{', '.join(given)} says how to read a dataset, and no dataset is given")
+    if settings.dataset is not None and len(takers) != 1:
+        raise UsageError(
+            "a dataset is for one task, and the chosen tasks that take one are: "
+            f"{', '.join(takers) or 'none'}; name one with --tasks"
+        )
     if settings.instruction is not None and not TASKS[takers[0]].needs_chat:
         raise UsageError(f"an instruction is for tasks that chat with the model, and {takers[0]} does not")
     return settings
 
 
-def _expanded(kind: str, names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        check_choice(kind, name, (*known, ALL))
-    return known if ALL in names else names
-
-
-def _check_dataset(settings: Settings, takers: list[str]) -> None:
-    given = [key for key in _DATASET_KEYS if getattr(settings, key) is not None]
-    if settings.dataset is None:
-        if given:
-            raise UsageError(f"{', '.join(given)} says how to read a dataset, and no dataset is given")
-        return
-    if len(takers) != 1:
-        raise UsageError(
-            "a dataset is for one task, and the chosen tasks that take one are: "
-            f"{', '.join(takers) or 'none'}; name one with --tasks"
-        )
+def _expanded(kind: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    checked = dict.fromkeys(check_choice(kind, name, (*known, ALL)) for name in names)
+    return tuple(known if ALL in checked else checked)
 
 
 def _convert(key: str, value: Any) -> Any:
     if value is None and getattr(Settings, key) is None:  # the default
         return None
     if key in ("tasks", "caches"):
-        return _name_list(key, value)
+        return _names(key, value)
     if key == "contexts":
-        return tuple(sorted({_context(part) for part in _parts(key, value)}))
-    if key in _MINIMUM:
-        return _integer(key, value, _MINIMUM[key])
+        parts = (int(p) if isinstance(p, str) and p.strip().isdecimal() else p for p in _parts(key, value))
+        return tuple(sorted({_integer(key, part, 1) for part in parts}))
+    if key in MINIMUM:
+        return _integer(key, value, MINIMUM[key])
     if not isinstance(value, str) or not value:
         raise UsageError(f"{key} must be a non-empty string, got {value!r}")
     return value
@@ -152,11 +142,6 @@ def _integer(key: str, value: Any, minimum: int) -> int:
     return value
 
 
-def _context(part: Any) -> int:
-    number = int(part) if isinstance(part, str) and part.strip().isdecimal() else part
-    return _integer("contexts", number, 1)
-
-
 def _parts(key: str, value: Any) -> list[Any]:
     parts = value.split(",") if isinstance(value, str) else value
     parts = [parts] if isinstance(parts, int) and not isinstance(parts, bool) else parts
@@ -165,7 +150,7 @@ def _parts(key: str, value: Any) -> list[Any]:
     return list(parts)
 
 
-def _name_list(key: str, value: Any) -> tuple[str, ...]:
+def _names(key: str, value: Any) -> tuple[str, ...]:
     names = _parts(key, value)
     if not all(isinstance(name, str) for name in names):
         raise UsageError(f"{key} must be a list of names or one comma-separated string, got {value!r}")

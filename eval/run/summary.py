@@ -5,15 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
 
 from eval.core.measure import Measures
-from eval.core.statistics import Statistic, bootstrap_interval, spread
+from eval.core.statistics import bootstrap_interval, spread
 from eval.run.journal import Key
-from eval.run.lookups import DEFAULT_CACHE
-from eval.run.rows import Metric, Prediction, Row
+from eval.run.rows import DEFAULT_CACHE, Metric, Prediction, Row
 from eval.tasks.base import Answer, MetricSpec, Outcome, Task
 
 FEWEST_SAMPLES = 6
@@ -35,13 +36,15 @@ def rows_of(
         if len(found) == units and all(outcome.problem is None for outcome in found)
     }
     default = finished.get(DEFAULT_CACHE)
-    rows, predictions = [], []
-    for cache in caches:
-        if cache not in finished:
-            rows.append(_problem(task, cache, by_cache[cache]))
-            continue
-        rows.append(_row(task, cache, finished[cache], default, dtype))
-        predictions += _predictions(task, cache, _answers(finished[cache]), default)
+    rows = [
+        _row(task, cache, found, default, dtype) if cache in finished else _problem(task, cache, found)
+        for cache, found in by_cache.items()
+    ]
+    predictions = [
+        prediction
+        for cache, found in finished.items()
+        for prediction in _predictions(task, cache, _answers(found), default)
+    ]
     return rows, predictions
 
 
@@ -51,30 +54,23 @@ def metric(spec: MetricSpec, answers: Sequence[Answer], default: Sequence[Answer
     The default cache's answers are to the same samples in the same order, and taken in pairs.
     """
     every, mine = np.arange(len(answers)), spec.statistic(answers)
-    low, high = bootstrap_interval(mine, len(answers))
-    alone = Metric(spec.key, spec.label, spec.unit, mine(every), low, high, spec.higher_is_better)
+    interval = bootstrap_interval(mine, len(answers))
+    alone = Metric(spec.key, spec.label, spec.unit, mine(every), *interval, spec.higher_is_better)
     if default is None:
         return alone
-    value, low, high = _difference(mine, spec.statistic(default), len(answers))
+    theirs = spec.statistic(default)
+    low, high = bootstrap_interval(lambda indices: mine(indices) - theirs(indices), len(answers))
+    if len(answers) < FEWEST_SAMPLES:
+        low, high = min(low, 0.0), max(high, 0.0)
+    value = mine(every) - theirs(every)
     if max(abs(value), abs(low), abs(high)) <= spec.resolution:
         value = low = high = 0.0
     return replace(alone, difference=value, difference_low=low, difference_high=high)
 
 
-def _difference(mine: Statistic, theirs: Statistic, count: int) -> tuple[float, float, float]:
-    def difference(indices: Any) -> float:
-        return mine(indices) - theirs(indices)
-
-    low, high = bootstrap_interval(difference, count)
-    if count < FEWEST_SAMPLES:
-        low, high = min(low, 0.0), max(high, 0.0)
-    return difference(np.arange(count)), low, high
-
-
 def _problem(task: Task, cache: str, found: Sequence[Outcome]) -> Row:
-    outcome = next((each for each in found if each.problem is not None), None)
-    if outcome is None:
-        return Row(task.name, cache, problem="not all of its samples were run", failed=True)
+    unfinished = Outcome(problem="not all of its samples were run", failed=True)
+    outcome = next((each for each in found if each.problem is not None), unfinished)
     return Row(task.name, cache, problem=outcome.problem, failed=outcome.failed)
 
 
@@ -112,17 +108,12 @@ def _same_tokens(answers: Sequence[Answer], theirs: Sequence[Answer] | None) -> 
     if theirs is None or not all(answer.tokens for answer in answers):
         return {}
     pairs = [(mine.tokens, their.tokens) for mine, their in zip(answers, theirs, strict=True)]
-    parted = [_first_difference(*pair) for pair in pairs if pair[0] != pair[1]]
+    # Tokens before the first that differs, or before the end of the shorter.
+    parted = [len(list(takewhile(bool, map(eq, *pair)))) for pair in pairs if pair[0] != pair[1]]
     return {
         "identical_percent": 100 * (len(pairs) - len(parted)) / len(pairs),
         "first_divergence_tokens": float(statistics.median(parted)) if parted else None,
     }
-
-
-def _first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens before the first that differs, or before the end of the shorter."""
-    pairs = enumerate(zip(mine, theirs, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(mine), len(theirs)))
 
 
 def _bits_per_value(
@@ -145,7 +136,9 @@ def _cost(measures: Sequence[Measures]) -> dict[str, Any]:
     largest = max(measures, key=lambda each: each.kv.used_bytes)
     prefills = [ms for each in measures for ms in each.prefill_ms]
     steps = [ms for each in measures for ms in each.step_ms]
-    decode = spread(steps) if steps else None
+    # A smaller batch than a full one has quicker steps, and they give less.
+    rows = max(each.rows for each in measures)
+    full = [ms for each in measures if each.rows == rows for ms in each.step_ms]
     return {
         "kv_bytes": largest.kv.used_bytes,
         "kv_allocated_bytes": max(each.kv.allocated_bytes for each in measures),
@@ -153,31 +146,20 @@ def _cost(measures: Sequence[Measures]) -> dict[str, Any]:
         "peak_bytes": max(each.peak_bytes for each in measures),
         "rise_bytes": max(each.rise_bytes for each in measures),
         "prefill_ms": spread(prefills) if prefills else None,
-        "decode_ms": decode,
-        "tokens_per_s": _tokens_per_s(measures),
+        "decode_ms": spread(steps) if steps else None,
+        "tokens_per_s": 1000 * rows / statistics.median(full) if full else None,
     }
-
-
-def _tokens_per_s(measures: Sequence[Measures]) -> float | None:
-    """Of the full batches: the steps of a smaller one are quicker, and give less."""
-    rows = max(each.rows for each in measures)
-    steps = [ms for each in measures if each.rows == rows for ms in each.step_ms]
-    return 1000 * rows / statistics.median(steps) if steps else None
 
 
 def _predictions(
     task: Task, cache: str, answers: Sequence[Answer], default: Sequence[Outcome] | None
 ) -> list[Prediction]:
-    theirs = None if default is None else _answers(default)
+    identical: list[bool | None] = [None] * len(answers)
+    if default is not None:
+        pairs = zip(answers, _answers(default), strict=True)
+        identical = [answer.tokens == their.tokens for answer, their in pairs]
     return [
-        Prediction(
-            task.name,
-            cache,
-            answer.id,
-            answer.text,
-            answer.reference,
-            None if theirs is None else answer.tokens == theirs[index].tokens,
-        )
-        for index, answer in enumerate(answers)
+        Prediction(task.name, cache, answer.id, answer.text, answer.reference, is_same)
+        for answer, is_same in zip(answers, identical, strict=True)
         if answer.text or answer.reference
     ]

@@ -96,18 +96,15 @@ class Task(ABC):
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
         """All that is to be run, the same in every process and for every cache.
 
-        Raises:
-            UsageError: the data cannot be had, or do not fit the model's context.
+        Data that cannot be had, or do not fit the model's context, are a `UsageError`.
         """
 
     @abstractmethod
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """Run one of the units with a fresh cache; `reference` is what the method gave for it.
 
-        The model's attention is left as the cache wanted it.
-
-        Raises:
-            CacheUnavailable: the cache cannot run here.
+        The model's attention is left as the cache wanted it. A cache that cannot run here raises
+        `CacheUnavailable`.
         """
 
     def reference(self, loaded: LoadedModel, unit: Unit) -> Any:

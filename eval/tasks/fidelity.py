@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from eval.core.statistics import kl_divergence
 from eval.data import text
 from eval.data.source import Source, read
 from eval.run.generate import check_context, forward, measured, prefill
-from eval.run.lookups import DEFAULT_CACHE
+from eval.run.rows import DEFAULT_CACHE
 from eval.run.settings import Settings
 
 from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
@@ -60,17 +61,10 @@ class Fidelity(Task):
         count = min(-(-settings.limit // SAMPLES_PER_TEXT), len(ids) // PROMPT_TOKENS)
         if count == 0:
             raise UsageError(f"the texts of the task 'fidelity' are shorter than {PROMPT_TOKENS} tokens")
-        prompts = ids[: count * PROMPT_TOKENS].view(count, PROMPT_TOKENS)
-        size = settings.batch_size
-        parts = [prompts[i : i + size] for i in range(0, count, size)]
-        names = iter(range(count))
+        parts = torch.split(ids[: count * PROMPT_TOKENS].view(count, PROMPT_TOKENS), settings.batch_size)
+        samples = iter([Sample(f"text {number}", "") for number in range(count)])
         return [
-            Unit(
-                index,
-                f"batch {index + 1}/{len(parts)}",
-                tuple(Sample(f"text {next(names)}", "") for _ in part),
-                part,
-            )
+            Unit(index, f"batch {index + 1}/{len(parts)}", tuple(islice(samples, len(part))), part)
             for index, part in enumerate(parts)
         ]
 
@@ -86,8 +80,7 @@ class Fidelity(Task):
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Reference) -> Outcome:
         """Feed one batch and the default's tokens."""
         prompts: torch.Tensor = unit.inputs
-        kl: list[torch.Tensor] = []
-        chosen: list[torch.Tensor] = []
+        kl, chosen = [], []
         with torch.inference_mode(), measured(loaded, entry, _demand(prompts)) as made:
             for step, logits in enumerate(_steps(loaded, prompts, made.cache, reference.tokens)):
                 kl.append(kl_divergence(logits, reference.logits[:, step]))
@@ -109,7 +102,7 @@ def _steps(
     yield logits
     for step in range(STEPS - 1):
         token = logits.argmax(-1) if tokens is None else tokens[:, step]
-        logits = forward(loaded, token[:, None], cache)[:, -1].float()
+        logits = forward(loaded.model, token[:, None], cache)[:, -1].float()
         yield logits
 
 

@@ -37,13 +37,9 @@ class Latency(Task):
         ids = text.token_ids(loaded.tokenizer, text.shipped()).to(loaded.device)
         jobs = [(tokens, turn) for turn in range(ROUNDS) for tokens in lengths]
         return [
-            Unit(
-                index,
-                f"{tokens} tokens, round {turn + 1}/{ROUNDS}",
-                (Sample(f"{tokens} tokens, round {turn + 1}", "", facts={"context_tokens": float(tokens)}),),
-                ids[:tokens][None],
-            )
+            Unit(index, f"{label}/{ROUNDS}", (Sample(label, "", facts=facts),), ids[:tokens][None])
             for index, (tokens, turn) in enumerate(jobs)
+            for label, facts in [(f"{tokens} tokens, round {turn + 1}", {"context_tokens": float(tokens)})]
         ]
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:

@@ -1,24 +1,20 @@
 """Metrics of answers as statistics that a bootstrap can resample: each sample is looked at once.
 
-`TextMetric` has the same numbers as a module of `evaluate` that needs no network. The libraries are imported
-when a statistic is made: naming a metric should not take seconds.
+The libraries are imported when a statistic is made: naming a metric should not take seconds.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from eval.core.statistics import Statistic
 from eval.tasks.base import Answer
 
-if TYPE_CHECKING:
-    import evaluate
-
-VARIANTS = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
+_VARIANTS = ("rouge1", "rouge2", "rougeL")
 
 
 def rouge(variant: str) -> Callable[[Sequence[Answer]], Statistic]:
@@ -49,7 +45,7 @@ def chrf(answers: Sequence[Answer]) -> Statistic:
 def _rouge(reference: str, prediction: str) -> dict[str, float]:
     from rouge_score.rouge_scorer import RougeScorer
 
-    scores = RougeScorer(list(VARIANTS), use_stemmer=True).score(reference, prediction)
+    scores = RougeScorer(_VARIANTS, use_stemmer=True).score(reference, prediction)
     return {variant: 100 * score.fmeasure for variant, score in scores.items()}
 
 
@@ -58,33 +54,3 @@ def _corpus(metric: Any, answers: Sequence[Answer]) -> Statistic:
     # take them apart in the same way.
     counts = metric._extract_corpus_statistics([a.text for a in answers], [[a.reference for a in answers]])
     return lambda indices: float(metric._aggregate_and_compute([counts[index] for index in indices]).score)
-
-
-METRICS: dict[str, Callable[[Sequence[Answer]], Statistic]] = {
-    **{key: rouge(variant) for variant, key in VARIANTS.items()},
-    "bleu": bleu,
-    "chrf": chrf,
-}
-"""Name -> makes the statistic of some answers."""
-
-
-def text_metric(*names: str) -> evaluate.Metric:
-    """A module of `evaluate` over `predictions` and `references`, lists of strings: percentages by name."""
-    import datasets
-    import evaluate
-
-    class TextMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate ships no types
-        def _info(self) -> evaluate.MetricInfo:
-            text = datasets.Value("string")
-            return evaluate.MetricInfo(
-                description=f"{', '.join(names)} in percent (rouge_score, sacrebleu)",
-                citation="",
-                inputs_description="predictions, references: lists of strings of one length",
-                features=datasets.Features({"predictions": text, "references": text}),
-            )
-
-        def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-            answers = [Answer("", *texts) for texts in zip(predictions, references, strict=True)]
-            return {name: METRICS[name](answers)(np.arange(len(answers))) for name in names}
-
-    return TextMetric(keep_in_memory=True)

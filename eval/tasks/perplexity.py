@@ -63,14 +63,10 @@ class Perplexity(Task):
             raise UsageError("a window of 1 token predicts none; choose larger --contexts for 'perplexity'")
         ids = text.token_ids(loaded.tokenizer, self._text(settings))
         starts = _starts(ids.shape[0], length, -(-settings.limit // SAMPLES_PER_WINDOW))
+        windows = [ids[start : start + length][None].to(loaded.device) for start in starts]
         return [
-            Unit(
-                index,
-                f"window {index + 1}/{len(starts)}",
-                (Sample(f"token {start}", ""),),
-                ids[start : start + length][None].to(loaded.device),
-            )
-            for index, start in enumerate(starts)
+            Unit(index, f"window {index + 1}/{len(starts)}", (Sample(f"token {start}", ""),), window)
+            for index, (start, window) in enumerate(zip(starts, windows, strict=True))
         ]
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
@@ -106,7 +102,7 @@ def _nll(loaded: LoadedModel, ids: torch.Tensor, cache: Any) -> float:
     """Negative log-likelihood of all tokens but the first, in nats, summed."""
     total = 0.0
     for start in range(0, ids.shape[1], CHUNK_TOKENS):
-        logits = forward(loaded, ids[:, start : start + CHUNK_TOKENS], cache)
+        logits = forward(loaded.model, ids[:, start : start + CHUNK_TOKENS], cache)
         targets = ids[0, start + 1 : start + CHUNK_TOKENS + 1]
         total += float(cross_entropy(logits[0, : len(targets)].double(), targets, reduction="sum"))
     return total

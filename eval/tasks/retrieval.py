@@ -52,6 +52,10 @@ class _Question:
     ids: torch.Tensor  # [1, tokens]
     answer_tokens: int  # that are enough for the words that have to be right
 
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[1] + self.answer_tokens
+
 
 @dataclass(frozen=True)
 class Catalogue:
@@ -90,7 +94,7 @@ class Retrieval(Task):
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """Forward one catalogue and ask all questions about it."""
         catalogue: Catalogue = unit.inputs
-        capacity = catalogue.ids.shape[1] + max(q.ids.shape[1] + q.answer_tokens for q in catalogue.questions)
+        capacity = catalogue.ids.shape[1] + max(question.tokens for question in catalogue.questions)
         with torch.inference_mode(), measured(loaded, entry, Demand(1, capacity)) as made:
             prefill(loaded, catalogue.ids, made.cache)
         measures = made.measures()
@@ -103,13 +107,10 @@ class Retrieval(Task):
     def details(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """Exact matches by length and depth."""
         cells: dict[tuple[int, int], list[float]] = {}
-        for answer in (answer for outcome in outcomes for answer in outcome.answers):
-            key = int(answer.values["length_tokens"]), int(answer.values["depth_percent"])
-            cells.setdefault(key, []).append(answer.values["exact"])
-        heat = [
-            HeatCell(length, depth, 100 * sum(exact) / len(exact), len(exact))
-            for (length, depth), exact in sorted(cells.items())
-        ]
+        for values in (answer.values for outcome in outcomes for answer in outcome.answers):
+            key = int(values["length_tokens"]), int(values["depth_percent"])
+            cells.setdefault(key, []).append(100 * values["exact"])
+        heat = (HeatCell(*key, sum(found) / len(found), len(found)) for key, found in sorted(cells.items()))
         return {"heat": tuple(heat)}
 
 
@@ -171,9 +172,7 @@ def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iter
     room -= _ids(loaded, HEAD).shape[1]
     taken: set[str] = set()
     for entry in entries:
-        question = _question(loaded, entry)
-        is_long = question.ids.shape[1] + question.answer_tokens > _QUESTION_TOKENS
-        if is_long or taken & {entry.name, entry.answer}:
+        if _question(loaded, entry).tokens > _QUESTION_TOKENS or taken & {entry.name, entry.answer}:
             continue
         room -= _ids(loaded, entry.text).shape[1]
         if room < 0:

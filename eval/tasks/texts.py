@@ -35,11 +35,7 @@ class TextTask(Task):
     takes_dataset: ClassVar[bool] = True
 
     def samples(self, settings: Settings) -> list[Sample]:
-        """The samples that settings ask for, chosen by their seed.
-
-        Raises:
-            UsageError: the data cannot be had.
-        """
+        """The samples that settings ask for, chosen by their seed; a `UsageError` if they cannot be had."""
         texts = chosen(settings, self.source)
         instruction = texts.instruction or self.instruction
         if "{input}" not in instruction:
@@ -55,10 +51,8 @@ class TextTask(Task):
         new_tokens = settings.max_new_tokens or self.max_new_tokens
         groups = [samples[i : i + settings.batch_size] for i in range(0, len(samples), settings.batch_size)]
         batches = [Batch(_encode(loaded, [s.prompt for s in group]), new_tokens) for group in groups]
-        longest = max(batch.tensors["input_ids"].shape[1] for batch in batches)
-        check_context(
-            loaded.model, longest + new_tokens, "the longest prompt and its answer", "fewer --max-new-tokens"
-        )
+        needed = max(batch.tensors["input_ids"].shape[1] for batch in batches) + new_tokens
+        check_context(loaded.model, needed, "the longest prompt and its answer", "fewer --max-new-tokens")
         return [
             Unit(index, f"batch {index + 1}/{len(groups)}", tuple(group), batch)
             for index, (group, batch) in enumerate(zip(groups, batches, strict=True))
@@ -106,10 +100,7 @@ class Translation(TextTask):
     )
     instruction = "Translate the following English text to French:\n\n{input}"
     max_new_tokens = 96
-    metrics = (
-        MetricSpec("chrf", "chrF", "%", chrf),
-        MetricSpec("bleu", "BLEU", "%", bleu),
-    )
+    metrics = (MetricSpec("chrf", "chrF", "%", chrf), MetricSpec("bleu", "BLEU", "%", bleu))
     agreement = metrics[0]
 
 

@@ -23,8 +23,7 @@ IGNORED = "ignored"
 REFUSED = "refused"
 NO_REFERENCE = "no reference"
 
-WRONG = (DIFFERENT, FAILED, IGNORED)
-"""Verdicts that must not be, where the default cache is equal."""
+WRONG = (DIFFERENT, FAILED, IGNORED)  # verdicts that must not be, where the default cache is equal
 
 _NEW_TOKENS = 12
 _MORE_TOKENS = 5
@@ -41,13 +40,14 @@ class Case:
     lengths: tuple[int, ...] = (21, 21)  # tokens of the prompts, one for each row
     beams: int = 1  # of beam search; 1 is greedy
     turns: int = 1  # 2 if the same cache is given once more, with the whole conversation and some ids on top
+    meaning: str = ""  # for readers of the tables
 
 
 CASES = (
-    Case("plain"),
-    Case("padded", (21, 13, 5)),
-    Case("second turn", turns=2),
-    Case("beams", beams=3),
+    Case("plain", meaning="a batch without padding"),
+    Case("padded", (21, 13, 5), meaning="prompts of several lengths, padded on the left"),
+    Case("second turn", turns=2, meaning="the same cache given again with the longer conversation"),
+    Case("beams", beams=3, meaning="beam search"),
 )
 
 
@@ -78,17 +78,12 @@ def default_cache(model: Any) -> Any:
 
 
 class Reference:
-    """What a case has to give, computed once before any PagedCache exists.
-
-    Attributes:
-        run: tokens and logits; None if transformers cannot run the case.
-        problem: why not.
-    """
+    """What a case has to give, computed once before any PagedCache exists."""
 
     def __init__(self, model: Any, entry: Entry, case: Case) -> None:
         self.case = case
-        self.run: Run | None = None
-        self.problem: str | None = None
+        self.run: Run | None = None  # tokens and logits; None if transformers cannot run the case
+        self.problem: str | None = None  # why not
         self._model = model
         try:
             self.prompt = inputs.prompt(model, entry, case.lengths, seed=len(case.name))
@@ -106,9 +101,8 @@ class Reference:
             return verdict
         default, theirs = self._judge(default_cache)
         status = verdict.status
-        if status == DIFFERENT and default.status == DIFFERENT and mine is not None and theirs is not None:
-            same = runs.difference(theirs, mine, self.case.beams).is_none
-            status = AS_DEFAULT if same else status
+        if status == default.status == DIFFERENT and mine is not None and theirs is not None:
+            status = AS_DEFAULT if runs.difference(theirs, mine, self.case.beams).is_none else status
         return Verdict(status, verdict.difference, verdict.reason, default.status)
 
     def _judge(self, make_cache: MakeCache) -> tuple[Verdict, Run | None]:

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.core.console import (
-    EXIT_WRONG,
-    check_writable,
-    progress_bar,
-    terminal,
-    usage_errors,
-    write_json,
-    write_results,
-)
+from eval.core import console
 from eval.core.errors import UsageError, check_choice
 from eval.core.isolation import Call, Workers
 
@@ -53,27 +45,27 @@ def zoo(
     and did not refuse.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configs are made, not loaded
-    console = terminal()
-    with usage_errors():
+    terminal = console.terminal()
+    with console.usage_errors():
         options = _options(block_size, attn, formats)
-        chosen = _chosen(console, types, kind)
-        check_writable(json_file)
+        chosen = _chosen(terminal, types, kind)
+        console.check_writable(json_file)
         reports = []
-        with progress_bar(console) as progress:
+        with console.progress_bar(terminal) as progress:
             bar = progress.add_task("", total=len(chosen))
             for report in reports_of(chosen, options, jobs=jobs, limit_s=limit):
                 reports.append(report)
                 progress.update(bar, advance=1, description=report.name)
         reports.sort(key=lambda report: report.name)
-        _hand_out(console, reports, options, json_file)
+        _hand_out(terminal, reports, options, json_file)
     if any(report.is_wrong for report in reports):
-        raise typer.Exit(EXIT_WRONG)
+        raise typer.Exit(console.EXIT_WRONG)
 
 
 def reports_of(
     entries: Sequence[Entry], options: Options, *, jobs: int, limit_s: float, examine: Any = None
 ) -> Iterator[Report]:
-    """Look at every entry in a process of its own, `jobs` at a time; reports come as they are ready.
+    """Look at every entry in a process of its own; reports come as they are ready.
 
     A type is given up after `limit_s` seconds. `examine` is what looks at one, a function of a module.
     """
@@ -87,37 +79,29 @@ def reports_of(
             yield outcome.value
             continue
         entry = outcome.call.arguments[0]
-        yield Report(
-            entry.name,
-            entry.model_type,
-            entry.class_name,
-            problem=outcome.problem,
-            has_died=True,
-            seconds=outcome.seconds,
-        )
+        report = Report(entry.name, entry.model_type, entry.class_name, problem=outcome.problem)
+        report.has_died, report.seconds = True, outcome.seconds
+        yield report
 
 
-def _hand_out(console: Any, reports: list[Report], options: Options, json_file: Path | None) -> None:
+def _hand_out(terminal: Any, reports: list[Report], options: Options, json_file: Path | None) -> None:
     """Print the table, write the files."""
     import torch
 
     from eval.core import device
     from eval.zoo import support
 
-    support.show(console, reports)
+    support.show(terminal, reports)
     if json_file is None:
         return
     described = device.describe(torch.device("cpu"))
     types = [{"group": support.group_of(report), **dataclasses.asdict(report)} for report in reports]
     counts = {group: len(members) for group, members in support.grouped(reports).items()}
-    write_json(
-        json_file,
-        {"environment": described, "settings": vars(options), "counts": counts, "types": types},
-        indent=1,
-    )
+    document = {"environment": described, "settings": vars(options), "counts": counts, "types": types}
+    console.write_json(json_file, document, indent=1)
     page = json_file.with_name("SUPPORT.md")
-    write_results(page, support.page(reports, options, described))
-    console.print(f"{json_file} and {page.name} are written", highlight=False)
+    console.write_results(page, support.page(reports, options, described))
+    terminal.print(f"{json_file} and {page.name} are written", highlight=False)
 
 
 def _options(block_size: int, attn: str | None, formats: str) -> Options:
@@ -136,13 +120,13 @@ def _options(block_size: int, attn: str | None, formats: str) -> Options:
     return Options(block_size, attn, tuple(name for name in names if name != "auto"))
 
 
-def _chosen(console: Any, types: str | None, kind: str | None) -> list[Entry]:
+def _chosen(terminal: Any, types: str | None, kind: str | None) -> list[Entry]:
     from eval.zoo import kinds, registry
 
     if kind is None:
         return registry.chosen(types)
     check_choice("kind", kind, kinds.KINDS)
-    with console.status("reading configs"):
+    with terminal.status("reading configs"):
         found = [entry for entry in registry.chosen(types) if kind in kinds.of_entry(entry)]
     if not found:
         raise UsageError(f"none of the types has layers of kind {kind!r}")

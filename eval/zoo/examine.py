@@ -27,8 +27,7 @@ class Options:
     """How types are looked at."""
 
     block_size: int = 16  # tokens of a block
-    # the models' attention implementation; None for the one that transformers chooses
-    attention: str | None = None
+    attention: str | None = None  # the models' implementation; None for the one that transformers chooses
     formats: tuple[str, ...] = FORMATS  # values of `kv_cache_dtype` to try, beside `auto`
 
 
@@ -72,9 +71,9 @@ class Report:
 def examine(entry: Entry, options: Options) -> Report:
     """Build a tiny model of a type, and try everything."""
     started_s = time.perf_counter()
-    report = Report(entry.name, entry.model_type, entry.class_name)
-    report.problem = exceptions.SKIPPED.get(entry.model_type)
-    if report.problem is None:
+    problem = exceptions.SKIPPED.get(entry.model_type)
+    report = Report(entry.name, entry.model_type, entry.class_name, problem=problem)
+    if problem is None:
         try:
             model = tiny.build(entry, options.attention)
             report.kinds = kinds.of(model.config)
@@ -102,7 +101,7 @@ def _try_all(model: Any, entry: Entry, options: Options, report: Report) -> None
 
     # A PagedCache changes the model's attention, so whatever it is compared with comes first.
     references = [Reference(model, entry, case) for case in CASES]
-    report.reach = _reach(model, entry, references[0])
+    report.reach = _reach(model, references[0])
     for reference in references:
         with reads.watch() as seen:
             report.verdicts[reference.case.name] = reference.judge(paged)
@@ -127,7 +126,7 @@ def _try_format(model: Any, entry: Entry, options: Options, make_cache: Any) -> 
     return f"{FAILS}: the logits are NaN" if has_nan else RUNS
 
 
-def _reach(model: Any, entry: Entry, plain: Reference) -> tuple[float, ...]:
+def _reach(model: Any, plain: Reference) -> tuple[float, ...]:
     if plain.run is None or plain.prompt.arguments[plain.prompt.grows].shape[1] < 4:
         return ()
     found = []
@@ -137,5 +136,5 @@ def _reach(model: Any, entry: Entry, plain: Reference) -> tuple[float, ...]:
         other = runs.generate(model, plain.prompt.continued(ids), 1)
         logits, others = plain.run.steps[0][1], other.steps[0][1]
         finite = torch.isfinite(logits) & torch.isfinite(others)
-        found.append(float((logits - others)[finite].abs().max() / logits[finite].std()))
-    return tuple(round(x, 6) for x in found)
+        found.append(round(float((logits - others)[finite].abs().max() / logits[finite].std()), 6))
+    return tuple(found)

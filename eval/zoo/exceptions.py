@@ -7,13 +7,12 @@ from typing import Any
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SPARSE, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 
-UNSET = object()
-"""Stands for a field that is left to the config class."""
+UNSET = object()  # stands for a field that is left to the config class
 
 _WINDOW = {"sliding_window": 8}
 _ALTERNATING = {**_WINDOW, "layer_types": [SLIDING, FULL] * 2}
 _SWITCHED_ON = {**_ALTERNATING, "use_sliding_window": True}
-_SHARING = {"num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 2}
+_SHARING = {"num_hidden_layers": 6, "num_kv_shared_layers": 2}
 _HUNYUAN_ROPE = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -32,7 +31,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {
-        "num_hidden_layers": 4,
         "layer_types": [COMPRESSED, SPARSE, SLIDING, SPARSE],
         "compress_rates": {SPARSE: 4, COMPRESSED: 8},
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
@@ -42,12 +40,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
     "doge": {"keep_window_size": 64},
-    "dory": {
-        "layer_types": [SLIDING, FULL] * 2,
-        "n_input_layers": 1,
-        "n_recurrent_layers": 2,
-        "n_output_layers": 1,
-    },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -64,11 +57,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
     },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
-    "gemma3n_text": {
-        **_SHARING,
-        "intermediate_size": [96] * 6,
-        "activation_sparsity_pattern": [0.0] * 6,
-    },
+    "gemma3n_text": {**_SHARING, "activation_sparsity_pattern": [0.0] * 6},
     "gemma4_text": {**_SHARING, "global_head_dim": 32},
     "gemma4_unified_text": {**_SHARING, "global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": UNSET},
@@ -85,15 +74,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", FULL] * 2, "full_attn_idxs": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", FULL] * 2},
     "longcat_flash": {"head_dim": 8, "num_layers": 2},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mamba2": {"num_heads": 8},
     "mellum": _ALTERNATING,
     "minimax_m3_vl_text": {
         "layer_types": [FULL, "minimax_m3_sparse"] * 2,
         "mlp_layer_types": ["dense", "sparse"] * 2,
         "index_block_size": 4,
         "index_topk_blocks": 2,
-        "index_local_blocks": 1,
-        "index_n_heads": 4,
     },
     "ministral": _ALTERNATING,
     "mixtral": _WINDOW,
@@ -110,12 +97,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "reformer": {
-        "axial_pos_embds": False,
-        "attn_layers": ["local", "lsh"] * 2,
-        "num_hidden_layers": 4,
-        "hash_seed": 3,
-    },
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"] * 2, "hash_seed": 3},
     "smollm3": _SWITCHED_ON,
     "starcoder2": _WINDOW,
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": (1,) * 7},
@@ -127,13 +109,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
-        "n_mamba_heads": 2,
     },
-    "zaya": {
-        "num_experts_per_tok": 1,
-        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
-        "sliding_window": 8,
-    },
+    "zaya": {**_WINDOW, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
 }
 """Fields that a type's tiny config gets as they stand here. Where a type can have windows and its default has
 none, they are switched on."""

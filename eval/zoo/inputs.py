@@ -32,19 +32,15 @@ class Prompt:
 def prompt(model: Any, entry: Entry, lengths: tuple[int, ...], seed: int, decoder_tokens: int = 9) -> Prompt:
     """Random prompts of these lengths, padded on the left: those of an encoder, if there is one.
 
-    Its decoder starts from `decoder_tokens` tokens.
-
-    Raises:
-        ValueError: the type takes no such prompts.
+    Its decoder starts from `decoder_tokens` tokens. `ValueError` if the type takes no such prompts.
     """
     generator = torch.Generator().manual_seed(seed)
     if entry.model_type in _MUSIC:
         return _music(model, entry, lengths, generator)
-    ids, mask = random_ids(len(lengths), max(lengths), generator), torch.ones(len(lengths), max(lengths))
-    for row, length in enumerate(lengths):
-        ids[row, : max(lengths) - length] = sizes.PAD
-        mask[row, : max(lengths) - length] = 0
-    arguments = {"input_ids": ids, "attention_mask": mask.long()}
+    ids = random_ids(len(lengths), max(lengths), generator)
+    mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    ids[mask == 0] = sizes.PAD
+    arguments = {"input_ids": ids, "attention_mask": mask}
     if entry.model_type == "voxtral_realtime":
         audio = model.config.audio_config.hidden_size
         arguments["encoder_inputs_embeds"] = torch.randn(

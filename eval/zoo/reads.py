@@ -20,18 +20,16 @@ class Reads:
     """What was done last with each layer's stored tokens, while `watch` looked."""
 
     def __init__(self) -> None:
-        self._last: dict[int, str] = {}
-        self._layers: list[Any] = []
+        self._last: dict[int, tuple[str, Any]] = {}  # by id of blocks, held to keep it theirs
 
     def note(self, blocks: Any, how: str) -> None:
         """A layer's blocks were read."""
-        self._layers.append(blocks)  # so that no other gets the same id
-        self._last[id(blocks)] = how
+        self._last[id(blocks)] = how, blocks
 
     @property
     def how(self) -> str:
         """`blocks`, `dense`, both (some layers this, some that), or `none`."""
-        found = set(self._last.values())
+        found = {how for how, _ in self._last.values()}
         return MIXED if len(found) > 1 else next(iter(found), NONE)
 
 

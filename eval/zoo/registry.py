@@ -16,9 +16,7 @@ SEQ2SEQ = "/seq2seq"
 class Entry:
     """A model class to look at."""
 
-    # what `--types` and the tables call it: the type; with `/seq2seq` the encoder-decoder of a type that
-    # has a decoder alone too
-    name: str
+    name: str  # what `--types` calls it: the type, with `/seq2seq` where that has a decoder alone too
     model_type: str  # the type, as configs call it
     class_name: str  # the class in `transformers`
     has_encoder: bool = False  # it is registered among the encoder-decoders
@@ -35,11 +33,7 @@ def entries() -> dict[str, Entry]:
 
 
 def chosen(types: str | None) -> list[Entry]:
-    """The entries of a comma-separated list, or all.
-
-    Raises:
-        UsageError: an unknown type, or none at all.
-    """
+    """The entries of a comma-separated list, or all; `UsageError` for an unknown type, or none at all."""
     known = entries()
     if types is None:
         return list(known.values())

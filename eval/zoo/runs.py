@@ -62,19 +62,14 @@ def cache_argument(model: Any) -> str:
 class Difference:
     """How two runs differ."""
 
-    # the largest difference, as a share of the logits' standard deviation; infinity where one is finite and
-    # the other is not
+    # as a share of the logits' standard deviation; infinity where one is finite and the other is not
     logits: float
-    # rows of steps that were compared: those whose ids were the same up to there. Behind a token that
-    # differs nothing can be compared, and at that token the logits are
+    # rows of steps whose ids were the same up to there: behind a token that differs nothing can be compared
     compared: int
 
     @property
     def is_none(self) -> bool:
-        """Whether the logits agree wherever the runs can be compared.
-
-        Where they do and tokens part, two logits lay within the tolerance of each other.
-        """
+        """Whether logits agree where they can be compared: tokens that part then lie within the tolerance."""
         return self.compared > 0 and self.logits <= TOLERANCE
 
 

@@ -7,11 +7,9 @@ PAD, BOS, EOS, START = 0, 1, 2, 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 POSITIONS = 1024
 
-LAYERS = 4
-"""Layers of a decoder: enough for two of each kind."""
+LAYERS = 4  # layers of a decoder: enough for two of each kind
 
-TOWER_LAYERS = 2
-"""Layers of encoders, vision towers, and of decoders with an encoder."""
+TOWER_LAYERS = 2  # layers of encoders, vision towers, and of decoders with an encoder
 
 LAYER_COUNTS = (
     r"n_layers?|num_layers|num_blocks|depth|(\w+_)?num_hidden_layers|num_(encoder|decoder|global)_layers"

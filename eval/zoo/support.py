@@ -60,11 +60,8 @@ def checks_in_words(report: Report) -> str:
         return report.problem
     if report.refusal is not None:
         return report.refusal
-    others = [
-        f"{name} {_in_words(verdict)}"
-        for name, verdict in report.verdicts.items()
-        if verdict.status != checks.EQUAL
-    ]
+    verdicts = report.verdicts.items()
+    others = [f"{name} {_in_words(found)}" for name, found in verdicts if found.status != checks.EQUAL]
     return "; ".join(([checks.EQUAL] if len(others) < len(report.verdicts) else []) + others)
 
 
@@ -80,10 +77,8 @@ def _in_words(verdict: Verdict) -> str:
 def formats_in_words(report: Report) -> str:
     """`all`, or those that run, and why others do not."""
     running = [name for name, outcome in report.formats.items() if outcome == RUNS]
-    if not running:
-        return ""
-    if len(running) == len(report.formats):
-        return "all"
+    if not running or len(running) == len(report.formats):
+        return "all" if running else ""
     others = [f"{name} {outcome}" for name, outcome in report.formats.items() if outcome != RUNS]
     return f"{', '.join(running)}; {'; '.join(others)}"
 
@@ -92,19 +87,12 @@ def formats_in_words(report: Report) -> str:
 
 _COLOURS = {WRONG: "red", REFUSED: "yellow", UNKNOWN: "dim"}
 
-_CASES = {
-    "plain": "a batch without padding",
-    "padded": "prompts of several lengths, padded on the left",
-    "second turn": "the same cache given again with the longer conversation",
-    "beams": "beam search",
-}
-
 
 def page(reports: Sequence[Report], options: Options, environment: dict[str, Any]) -> str:
     """The page, with a section for every group."""
     versions = environment["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch", "hf-paged-cache"))
-    cases = "; ".join(f"*{case.name}*, {_CASES[case.name]}" for case in CASES)
+    cases = "; ".join(f"*{case.name}*, {case.meaning}" for case in CASES)
     attention = options.attention or "the attention that transformers chooses"
     parts = [
         "# Which models PagedCache serves",

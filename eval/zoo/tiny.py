@@ -221,13 +221,13 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
     so that a cache could lose it all unnoticed.
     """
     generator = torch.Generator().manual_seed(seed)
-    seen: set[int] = set()
+    drawn: set[int] = set()
     with torch.no_grad():
         for path, module in model.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 scale = _scale(path, module, name, weight)
-                if scale and id(weight) not in seen:
-                    seen.add(id(weight))
+                if scale and id(weight) not in drawn:
+                    drawn.add(id(weight))
                     weight.copy_(scale * torch.randn(weight.shape, generator=generator))
 
 

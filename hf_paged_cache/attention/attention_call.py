@@ -80,9 +80,8 @@ class AttentionCall:
     def of_host(self, key: torch.Tensor, value: torch.Tensor) -> Output:
         """What the host's function returns for these K and V."""
         function = compat.attention_function(self.implementation, self.module)
-        output: Output = function(
-            self.module, self.query, dense(key), dense(value), dense(self.mask), **self.kwargs
-        )
+        states = self.query, dense(key), dense(value), dense(self.mask)
+        output: Output = function(self.module, *states, **self.kwargs)
         return output
 
     def of_kernel(self, stored: StoredKV) -> torch.Tensor:

@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -23,17 +22,8 @@ if TYPE_CHECKING:
     from .attention_call import AttentionCall
 
 
-@dataclass(slots=True, eq=False)
-class _Updated:
-    """The layer that was updated last: its dense K and V, and the group that holds the blocks behind them."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    group: StaticGroup
-    layer_idx: int
-
-
-_last: list[_Updated] = []
+_last: list[tuple[torch.Tensor, torch.Tensor, StaticGroup, int]] = []
+"""The layer that was updated last: dense K and V, the group that holds the blocks behind them, its index."""
 
 
 def update_static(
@@ -46,7 +36,7 @@ def update_static(
     is_attended: bool,
     wants_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new K and V; return all slots of all rows.
+    """Write new K and V; return all slots of all rows: `[batch, kv_heads, capacity, head_dim]`, or zeros.
 
     Args:
         group: The layer's, None if there are no rows.
@@ -57,9 +47,6 @@ def update_static(
         is_attended: Whether attention of this package follows. What is never asked for would leave the step
             as one more result of it.
         wants_gradients: Whether stored tokens wanted a gradient when they came.
-
-    Returns:
-        K `[batch, kv_heads, capacity, head_dim]` and V, zeros where nothing is stored.
 
     Raises:
         CacheMismatchError: There are no rows, some layers were left behind, shape or dtype do not fit what
@@ -93,7 +80,7 @@ def update_static(
     values = _or_nan_where_full(values, blocks)
     if is_attended:
         _last.clear()
-        _last.append(_Updated(keys, values, group, layer_idx))
+        _last.append((keys, values, group, layer_idx))
     return keys, values
 
 
@@ -105,23 +92,23 @@ def attend(call: AttentionCall) -> torch.Tensor | None:
     """
     if not _last:
         return None
-    updated = _last[0]
+    keys, values, group, layer_idx = _last[0]
     _last.clear()
-    if updated.keys is not call.key or updated.values is not call.value:
+    if keys is not call.key or values is not call.value:
         return None
-    group, layer_idx, mask = updated.group, updated.layer_idx, call.mask
-    reader = group.readers.get(layer_idx)
+    mask = call.mask
+    blocks, reader = group.static_blocks[layer_idx], group.readers.get(layer_idx)
     if reader is not None and reader.module() is not call.module:
         refuse(
             "the cached tokens were not computed by this model; make a new PagedCache for it, or call the "
             "model itself once, which looks at its weights"
         )
-    blocks = group.static_blocks[layer_idx]
-    if call.is_eager and layer_idx not in group.vetted:
-        return None
-    if call.kwargs.get("position_bias") is not None or call.kwargs.get("dropout"):
-        return None
-    if not call.suits_kernels(blocks.keys.dtype, blocks.capacity_tokens):
+    if (
+        (call.is_eager and layer_idx not in group.vetted)
+        or call.kwargs.get("position_bias") is not None
+        or call.kwargs.get("dropout")
+        or not call.suits_kernels(blocks.keys.dtype, blocks.capacity_tokens)
+    ):
         return None
     has_more = call.query.shape[2] > 1
     out: torch.Tensor = torch.ops.hf_paged_cache.attend(

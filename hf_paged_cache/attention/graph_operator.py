@@ -39,13 +39,8 @@ def update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V of one layer of a cache; return all that its attention may see.
 
-    Args:
-        key_states: `[batch, kv_heads, new tokens, head_dim]`.
-        value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
-        cache: What `register` gave.
-        layer_idx: Index of the layer.
-        start: Tokens per row before.
-        visible: Tokens that the results `[batch, kv_heads, visible, head_dim]` hold.
+    The cache is named by what `register` gave. It holds `start` tokens per row before, and the results
+    `[batch, kv_heads, visible, head_dim]` hold so many.
     """
     return _caches[cache].update_in_graph(key_states, value_states, layer_idx, start)
 

@@ -44,12 +44,6 @@ class StaticLength(PagedLength):
 
     check_room: Callable[[int], None]
 
-    def __new__(cls, tokens: int, check_room: Callable[[int], None]) -> StaticLength:
-        """A length of so many tokens."""
-        length = super().__new__(cls, tokens)
-        length.check_room = check_room
-        return length
-
 
 class LazyMask(LazyTensor):
     """Stands for a causal 4-D mask `[batch, 1, q_tokens, kv_tokens]`.
@@ -114,26 +108,19 @@ def make_mask_function(implementation: str) -> Callable[..., Any]:
 
 
 def check_length(mask: torch.Tensor | None, held: int, new: int, config: object) -> None:
-    """A mask shorter than history and new tokens together would silently hide the newest ones.
+    """Raise CacheMismatchError if a mask `[batch, tokens]` is shorter than held and new tokens together.
 
-    Args:
-        mask: `[batch, tokens]`; anything else is not looked at.
-        held: Tokens per row that the cache holds.
-        new: That the forward brings.
-        config: Of the model.
-
-    Raises:
-        CacheMismatchError: It is too short.
+    It would silently hide the newest ones. Other masks are not looked at.
     """
-    if mask is not None and mask.dim() == 2 and mask.shape[1] < held + new:
-        if architectures.has_short_masks(config):
-            _warn_once()
-            return
+    if mask is None or mask.dim() != 2 or mask.shape[1] >= held + new:
+        return
+    if not architectures.has_short_masks(config):
         raise CacheMismatchError(
             f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {held} per row and "
             f"{new} new ones came. Pass the whole conversation (ids and mask), longer than what is cached; "
             "`cache.crop(...)` what differs, or `cache.reset()`"
         )
+    _warn_once()
 
 
 @cache

@@ -23,7 +23,7 @@ from hf_paged_cache.store.static_group import Reader, StaticGroup
 from . import compiled_step, masks, vetting
 from .attention_call import AttentionCall, Output
 from .masks import LazyMask
-from .view import PagedView, StoredKV
+from .view import PagedView
 
 NAME_PREFIX = "hf_paged_cache_"
 _FALLBACKS = ("sdpa", "eager")
@@ -131,8 +131,12 @@ def compute(call: AttentionCall) -> Output:
         key, value = (dense(side).expand(rows, -1, -1, -1) for side in (key, value))
     if type(key) is not PagedView or type(value) is not PagedView or key.stored is not value.stored:
         return call.of_host(key, value)
-    stored = key.stored
-    mask = _fit(call.mask, stored)
+    stored, mask = key.stored, call.mask
+    if mask is not None and stored.state.is_static and mask.dim() == 4:
+        # Masks for static rows are as wide as a row can be.
+        is_wide = mask.shape[3] == stored.state.layer_groups.row_capacity_tokens != stored.end - stored.start
+        mask = mask[..., stored.start : stored.end] if is_wide else mask
+    mask = mask if type(mask) is LazyMask else dense(mask)
     call = call if mask is call.mask else replace(call, mask=mask)
     if isinstance(stored.group, StaticGroup) and getattr(call.module, "layer_idx", None) == stored.layer_idx:
         stored.group.readers[stored.layer_idx] = Reader(weakref.ref(call.module))
@@ -141,11 +145,3 @@ def compute(call: AttentionCall) -> Output:
     if call.is_eager and isinstance(stored.group, StaticGroup):
         return vetting.answer_and_vet(call, stored, stored.group)
     return call.of_host(key, value)
-
-
-def _fit(mask: torch.Tensor | None, stored: StoredKV) -> torch.Tensor | None:
-    """The mask over the tokens of a view. Masks for static rows are as wide as a row can be."""
-    if mask is not None and stored.state.is_static and mask.dim() == 4:
-        is_wide = mask.shape[3] == stored.state.layer_groups.row_capacity_tokens != stored.end - stored.start
-        mask = mask[..., stored.start : stored.end] if is_wide else mask
-    return mask if type(mask) is LazyMask else dense(mask)

@@ -68,9 +68,8 @@ def _is_servable(call: AttentionCall, stored: StoredKV) -> bool:
     inputs = (call.query, *(stored.fresh or ()), call.kwargs.get("s_aux"), call.kwargs.get("position_bias"))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return False  # the kernels have no backward
-    if not call.suits_kernels(stored.blocks.keys.dtype, stored.end - stored.start):
-        return False
-    return call.query.shape[2] <= MAX_DECODE_TOKENS or stored.fresh is not None
+    is_readable = call.query.shape[2] <= MAX_DECODE_TOKENS or stored.fresh is not None
+    return is_readable and call.suits_kernels(stored.blocks.keys.dtype, stored.end - stored.start)
 
 
 def _is_trusted(call: AttentionCall, stored: StoredKV) -> bool:
@@ -85,20 +84,22 @@ def _is_trusted(call: AttentionCall, stored: StoredKV) -> bool:
 
 def _agrees(call: AttentionCall, stored: StoredKV) -> bool:
     """Whether a kernel and the model's own eager function give the same on this call."""
-    want, _ = call.of_host(*(stored.as_stored() if call.query.shape[2] == 1 else stored).views())
+    # One query reads this forward's K and V as they are stored.
+    read = replace(stored, fresh=None) if call.query.shape[2] == 1 else stored
+    want, _ = call.of_host(*read.views())
     got = call.of_kernel(stored)
     if type(call.mask) is LazyMask and call.mask.padding is not None:
         # Queries that are padding themselves have nothing to attend, and any answer will do.
         real = call.mask.padding[:, -call.query.shape[2] :]
         got, want = got[real], want[real]
-    same = _is_same(got, want)
-    if not same:
-        logger.warning(
-            "%s computes its eager attention in its own way, so the paged kernel is not used for it: its K "
-            "and V become dense tensors at every layer, which is right but slower",
-            type(call.module).__name__,
-        )
-    return same
+    if _is_same(got, want):
+        return True
+    logger.warning(
+        "%s computes its eager attention in its own way, so the paged kernel is not used for it: its K "
+        "and V become dense tensors at every layer, which is right but slower",
+        type(call.module).__name__,
+    )
+    return False
 
 
 def _is_same(got: torch.Tensor, want: torch.Tensor) -> bool:

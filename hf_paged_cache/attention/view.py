@@ -82,10 +82,6 @@ class StoredKV:
                 "`.clone()` it in time"
             )
 
-    def as_stored(self) -> StoredKV:
-        """The same tokens, those of this forward as they are stored."""
-        return StoredKV(self.state, self.blocks, self.layer_idx, self.start, self.end)
-
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K `[batch, kv_heads, tokens, head_dim]` and V as ordinary tensors, built once per view."""
         if self._dense is None:
@@ -101,13 +97,11 @@ class StoredKV:
 
     def views(self) -> tuple[PagedView, PagedView]:
         """The lazy K and V that stand for this."""
-        return self._view(0), self._view(1)
+        return self._view(self.blocks.keys, 0), self._view(self.blocks.values, 1)
 
-    def _view(self, side: int) -> PagedView:
-        blocks = self.blocks
-        _, heads, _, channels = (blocks.values if side else blocks.keys).shape
-        shape = (self.state.rows.batch, heads, self.end - self.start, channels)
-        view = PagedView.of_shape(shape, blocks.keys.dtype, blocks.keys.device)
+    def _view(self, pool: torch.Tensor, side: int) -> PagedView:
+        shape = (self.state.rows.batch, pool.shape[1], self.end - self.start, pool.shape[3])
+        view = PagedView.of_shape(shape, pool.dtype, pool.device)
         view.stored, view.side = self, side
         return view
 

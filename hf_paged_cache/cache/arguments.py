@@ -13,17 +13,10 @@ _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def as_rows(method: str, argument: str, indices: Any, batch: int, *, may_be_mask: bool) -> list[int]:
-    """Indices of rows as integers; negative ones stay as they are.
+    """Indices of rows as integers, negative ones as they are, or PagedCacheError.
 
-    Args:
-        method: What is called, for messages.
-        argument: Its argument, for messages.
-        indices: One dimension of integers: a tensor, an array, a sequence.
-        batch: Rows there are.
-        may_be_mask: Whether a boolean for each row will do.
-
-    Raises:
-        PagedCacheError: It is none of that, or a mask of another length.
+    They come as one dimension of integers (a tensor, an array, a sequence), or as a boolean for each of the
+    `batch` rows.
     """
     wanted = "one dimension of row indices" + (" or a boolean for each row" if may_be_mask else "")
     try:
@@ -44,11 +37,7 @@ def as_rows(method: str, argument: str, indices: Any, batch: int, *, may_be_mask
 
 
 def as_count(method: str, argument: str, value: Any) -> int:
-    """A whole number.
-
-    Raises:
-        PagedCacheError: It is something else.
-    """
+    """A whole number, or PagedCacheError."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError, ValueError):

@@ -14,6 +14,9 @@ from hf_paged_cache.forward.left_padding import NO_PADDING
 
 from .layer import PagedLayer, PagedWindowLayer
 
+_IN_BLOCKS = ("keys", "values", "is_initialized")
+"""Attributes of what a layer has beside its blocks that blocks stand for."""
+
 
 def copy_into(paged: Any, other: Cache) -> None:
     """Store in an empty `PagedCache` what another cache holds.
@@ -27,8 +30,7 @@ def copy_into(paged: Any, other: Cache) -> None:
             f"cannot convert a {type(other).__name__}: pass a Cache; for an EncoderDecoderCache, its "
             "`self_attention_cache` and `cross_attention_cache`, each for itself"
         )
-    there, here = len(other.layers), len(paged.layers)
-    hosts = paged._hosts.parts
+    there, here, hosts = len(other.layers), len(paged.layers), paged._hosts.all
     kept = any(isinstance(layer, PagedLayer) or layer in hosts for layer in paged.layers[there:])
     # A DynamicCache without a config has the layers that were written, so none while it is empty.
     if there > here or (there and kept):
@@ -70,9 +72,10 @@ def copy_into(paged: Any, other: Cache) -> None:
         state.rows.owner = source.rows.owner
     for mine, layer in pairs:
         if not isinstance(mine, PagedLayer):
-            _copy_attributes(list(vars(mine)), layer, mine)
+            _copy_attributes(mine, layer, mine)
         elif hasattr(mine, "host_part"):
-            _copy_attributes(_beside(mine), getattr(layer, "host_part", layer), mine.host_part)
+            part = mine.host_part
+            _copy_attributes(part, getattr(layer, "host_part", layer), part, _IN_BLOCKS)
 
 
 def to_dynamic(paged: Any, config: PreTrainedConfig) -> DynamicCache:
@@ -89,18 +92,14 @@ def to_dynamic(paged: Any, config: PreTrainedConfig) -> DynamicCache:
             if isinstance(mine, PagedWindowLayer):
                 layer.cumulative_length = mine.get_seq_length()
         if hasattr(mine, "host_part"):
-            _copy_attributes(_beside(mine), mine.host_part, layer)
+            _copy_attributes(mine.host_part, mine.host_part, layer, _IN_BLOCKS)
     return dynamic
 
 
-def _beside(mine: Any) -> list[str]:
-    """The attributes of what a layer has beside its blocks, but for those that blocks stand for."""
-    return [name for name in vars(mine.host_part) if name not in ("keys", "values", "is_initialized")]
-
-
-def _copy_attributes(names: list[str], source: Any, target: Any) -> None:
-    for name in names:
-        if hasattr(source, name):
+def _copy_attributes(names_of: Any, source: Any, target: Any, but: tuple[str, ...] = ()) -> None:
+    """Copy the attributes that one object has, but for some, from another to a third."""
+    for name in list(vars(names_of)):
+        if name not in but and hasattr(source, name):
             setattr(target, name, copy.deepcopy(getattr(source, name)))
 
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+import copy
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from hf_paged_cache.attention import graph_operator
 from hf_paged_cache.errors import PagedCacheError
-from hf_paged_cache.host import architectures
+from hf_paged_cache.host import architectures, compat
 
 from .arguments import as_count
+from .host_contract import HostContract
+from .layer import PagedLayer
+from .layers import PagedIndexedLayer
 
 if TYPE_CHECKING:
-    from hf_paged_cache.forward.recurrent_state import HostParts
     from hf_paged_cache.forward.state import CacheState
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class CacheTools:
-    """Methods of `PagedCache` that are not part of the contract of `transformers.Cache`."""
+class CacheTools(HostContract):
+    """Methods of `PagedCache` by which a user changes, copies and saves it."""
 
     layers: list[Any]
-    _state: CacheState
-    _hosts: HostParts
     _config: PreTrainedConfig
 
     # --- copies ---------------------------------------------------------------------------------------------
@@ -41,7 +43,18 @@ class CacheTools:
         Raises:
             PagedCacheError: A forward is in progress, or the cache was made with compile=True.
         """
-        return self._with_state(self._movable("fork").fork())
+        state = self._movable("fork").fork()
+        memo: dict[int, Any] = {id(self._state): state}
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._state = state
+        copied.layers = [
+            layer.of_fork(state, memo) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
+            for layer in self.layers
+        ]
+        copied._hosts = copy.deepcopy(self._hosts, memo)
+        copied._introduce()
+        return copied
 
     def frozen(self) -> Self:
         """A fork to read with: whatever is done with it, this cache stays as it is.
@@ -55,19 +68,28 @@ class CacheTools:
         """
         return self.fork()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same contents in blocks of its own, for the model, or for a copy that this call makes of it."""
+        self._settled("deepcopy")
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(copied, name, copy.deepcopy(value, memo) if name != "_config" else value)
+        copied._state.forget_user()
+        copied._introduce()
+        return copied
+
     def __enter__(self) -> Self:
         """The cache itself; leaving the block resets it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Give all blocks back."""
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
-        raise AssertionError("a cache says itself how it is reset")
+        """Forget everything; pools stay allocated, and the next batch may have another size."""
+        self._state.check_thread()
+        self._state.reset(self._hosts)
 
     @classmethod
     def from_cache(cls, other: Cache, config_or_model: object, **settings: Any) -> Self:
@@ -86,7 +108,7 @@ class CacheTools:
         """
         from . import convert
 
-        paged = cls(config_or_model, **settings)  # type: ignore[call-arg]  # of the class that mixes this in
+        paged = cls(config_or_model, **settings)  # type: ignore[arg-type]  # of the class derived from this
         convert.copy_into(paged, other)
         return paged
 
@@ -122,6 +144,35 @@ class CacheTools:
 
         load(self._movable("load_state_dict"), self._hosts, self.layers, state_dict)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every row and give their blocks back.
+
+        Bytes stay as they are. But K of `int4` and all of `int8_block` are encoded in whole blocks: what is
+        left of a block that was full has been rounded beside the tokens that went, and is rounded again when
+        the block is full again, each time by no more than the format's error. To ask several questions of
+        one text such that none moves the answer to another, ask a `fork()` of the cache for each.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens to remove; 0 is safe. As in the installed
+                `transformers`: before 5.18 a positive number is the length to keep, later it is an error.
+
+        Raises:
+            PagedCacheError: A window layer no longer holds what the shorter length needs.
+        """
+        state = self._settled("crop")
+        tokens = self._num_tokens
+        number = as_count("crop", "tokens_to_remove", tokens_to_remove)
+        count = compat.tokens_to_remove(number, tokens)
+        is_all = count >= tokens > 0
+        state.check_crop(state.rows.end - count)
+        self._hosts.check_crop(count, is_all=is_all)
+
+        def make() -> None:
+            self._hosts.crop(count, is_all=is_all)
+            state.crop(count)
+
+        state.change(make, self._hosts)
+
     # --- the text in the cache ------------------------------------------------------------------------------
 
     @property
@@ -142,8 +193,8 @@ class CacheTools:
         Raises:
             PagedCacheError: There are too few, or forwards have shown others.
         """
-        state = self._with_text("commit")
-        state.rows.ids.commit(self._checked(input_ids), state.rows.end)
+        state = self._with_text("commit", input_ids)
+        state.rows.ids.commit(input_ids, state.rows.end)
 
     def truncate_to(self, input_ids: torch.Tensor) -> int:
         """Keep the longest beginning that the cached text shares with `input_ids`; forget the rest.
@@ -161,8 +212,7 @@ class CacheTools:
             PagedCacheError: The ids of the cached tokens are not known, or a window layer no longer holds
                 what the shorter history needs.
         """
-        state = self._with_text("truncate_to")
-        input_ids = self._checked(input_ids)
+        state = self._with_text("truncate_to", input_ids)
         if not input_ids.shape[1]:
             raise PagedCacheError("truncate_to: input_ids has no tokens; `cache.reset()` forgets everything")
         if state.rows.end and not state.rows.ids.count:
@@ -171,7 +221,8 @@ class CacheTools:
                 "after the forwards that fed them, or `cache.reset()`"
             )
         kept = min(state.rows.ids.shared_prefix(input_ids), input_ids.shape[1] - 1)
-        self._crop_to(kept)
+        if kept < state.rows.end:
+            self.crop(kept - state.rows.end)
         return kept
 
     def prune(self, start: int, end: int) -> None:
@@ -207,7 +258,7 @@ class CacheTools:
             if end < length and layer.get_seq_length()
         ]
         if not behind:
-            self._crop_to(start)
+            self.crop(start - length)
             return
 
         def make() -> None:
@@ -219,11 +270,24 @@ class CacheTools:
 
         state.change(make)
 
+    @property
+    def _num_tokens(self) -> int:
+        return self._state.rows.end or self._hosts.num_tokens
+
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _with_state(self, state: CacheState) -> Self:
-        """A cache of this class over another state."""
-        raise AssertionError("a cache says itself how it is copied")
+    def _introduce(self) -> None:
+        """Tell those of it who find a cache by other ways than its name."""
+        self._number = graph_operator.register(self)  # type: ignore[arg-type]  # a cache has the method
+        reference = weakref.ref(self)
+
+        def announce() -> None:
+            if (cache := reference()) is not None:
+                cache._enter_read()
+
+        for layer in self.layers:
+            if isinstance(layer, PagedIndexedLayer):
+                layer.announce_read = announce
 
     def _settled(self, method: str) -> CacheState:
         """The state, when no forward is in progress."""
@@ -234,14 +298,18 @@ class CacheTools:
             raise PagedCacheError(f"{method}: a forward is in progress; call it when the model has returned")
         return state
 
-    def _with_text(self, method: str) -> CacheState:
-        """The state, where blocks say how many tokens are cached."""
+    def _with_text(self, method: str, input_ids: torch.Tensor) -> CacheState:
+        """The state, where blocks say how many tokens are cached, for ids that are some."""
         state = self._settled(method)
         if not state.rows.tokens:
             raise PagedCacheError(
                 f"{method}: no layer of this model keeps its tokens in blocks, so the cache does not know "
                 "its text; `cache.reset()` and feed the whole text"
             )
+        is_tensor = isinstance(input_ids, torch.Tensor)
+        if not is_tensor or input_ids.dim() != 2 or input_ids.dtype not in _ID_DTYPES:
+            got = f"{tuple(input_ids.shape)} of {input_ids.dtype}" if is_tensor else type(input_ids).__name__
+            raise PagedCacheError(f"input_ids must be an integer tensor [rows, tokens], got {got}")
         return state
 
     def _movable(self, method: str) -> CacheState:
@@ -253,23 +321,6 @@ class CacheTools:
                 "the cache without compile=True"
             )
         return state
-
-    def _crop_to(self, tokens: int) -> None:
-        """Keep so many tokens per row."""
-        count = self._state.rows.end - tokens
-        if count:
-            self.crop(-count)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens."""
-        raise AssertionError("a cache says itself how it is cropped")
-
-    def _checked(self, input_ids: torch.Tensor) -> torch.Tensor:
-        is_tensor = isinstance(input_ids, torch.Tensor)
-        if not is_tensor or input_ids.dim() != 2 or input_ids.dtype not in _ID_DTYPES:
-            got = f"{tuple(input_ids.shape)} of {input_ids.dtype}" if is_tensor else type(input_ids).__name__
-            raise PagedCacheError(f"input_ids must be an integer tensor [rows, tokens], got {got}")
-        return input_ids
 
     def _why_not_prune(self) -> str | None:
         """Why tokens inside the history cannot be deleted; None if they can."""

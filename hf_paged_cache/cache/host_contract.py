@@ -10,31 +10,34 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from hf_paged_cache.host import architectures
 
 if TYPE_CHECKING:
-    from hf_paged_cache.forward.recurrent_state import HostParts
+    from hf_paged_cache.forward.recurrent_state import HostStates
     from hf_paged_cache.forward.state import CacheState
 
 
 class HostContract(DynamicCache):
     """The methods of `transformers.Cache` by which models reach what is not paged."""
 
-    _hosts: HostParts
+    _hosts: HostStates
     _state: CacheState
 
+    @property
+    def _num_rows(self) -> int:
+        return self._state.rows.batch or self._hosts.batch
+
     def _spread_rows(self, rows: int) -> None:
-        """Let one cached row go on as several, if that is what the tensors of so many rows mean."""
-        raise AssertionError("a cache says itself how its rows are spread")
+        """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
+        if self._num_rows != 1 or rows < 2 or torch.compiler.is_compiling():
+            return
+        self._state.take(None)
+        if self._num_rows == 1 and not self._state.is_open and not self._state.is_static:
+            self._state.spread_rows(rows, self._hosts)
 
     def _enter_read(self) -> None:
         """What a forward reads before it writes may go straight into its arithmetic, so it has all rows."""
         self._hosts.enter()
-        if self._rows_fed > 1:
-            self._spread_rows(self._rows_fed)
-
-    @property
-    def _rows_fed(self) -> int:
-        """Rows of ids of the forward in progress; 0 if it shows none."""
         step = self._state.step
-        return 0 if step is None or step.ids is None else step.ids.shape[0]
+        if step is not None and step.ids is not None:
+            self._spread_rows(step.ids.shape[0])
 
     @property
     def is_linear(self) -> list[bool]:
@@ -75,8 +78,7 @@ class HostContract(DynamicCache):
                 is_warm = self.has_previous_state(layer_idx, state_idx)
                 self._state.check_chunk(conv_states.shape[-1], is_warm=is_warm)
             self._hosts.check_begun(layer_idx, state_idx)
-        states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        return states
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -85,30 +87,24 @@ class HostContract(DynamicCache):
         if self._hosts.can(layer_idx, "update_recurrent_state"):
             self._hosts.enter(("recurrent", layer_idx, state_idx))
             self._spread_rows(recurrent_states.shape[0])
-        states: torch.Tensor = super().update_recurrent_state(
-            recurrent_states, layer_idx, state_idx, **kwargs
-        )
-        return states
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append indexer keys `[batch, tokens, index_head_dim]`; return all of them."""
         if self._hosts.can(layer_idx, "update_indexer"):
             self._hosts.enter(("indexer", layer_idx))
             self._spread_rows(indexer_key_states.shape[0])
-        keys: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
-        return keys
+        return super().update_indexer(indexer_key_states, layer_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The last inputs of a convolution; None if there are none."""
         self._enter_read()
-        states: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
-        return states
+        return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """A recurrent state; None if there is none."""
         self._enter_read()
-        states: torch.Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
-        return states
+        return super().get_recurrent_state(layer_idx, state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a layer that is not paged (the last one, if None) has a state."""

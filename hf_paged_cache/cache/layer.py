@@ -25,6 +25,34 @@ if TYPE_CHECKING:
     from hf_paged_cache.kernels.call import LayerBlocks
 
 
+def _stored_side(side: int, name: str, doc: str) -> Any:
+    """K or V of a layer, to be read: a property that refuses everything else."""
+
+    def read(layer: PagedLayer) -> torch.Tensor | None:
+        views = layer._stored_views()
+        return views[side] if views else None
+
+    def refuse(layer: PagedLayer, *value: object) -> NoReturn:
+        raise PagedCacheError(
+            f"`{name}` of layer {layer.layer_idx} cannot be assigned or deleted: it is read from the blocks "
+            f"of the cache. {WAYS_TO_CHANGE}"
+        )
+
+    return property(read, refuse, refuse, doc)
+
+
+def _refused(method: str) -> Any:
+    """A method that layers of the host have, where rows belong to the cache."""
+
+    def refuse(layer: PagedLayer, *args: object, **kwargs: object) -> NoReturn:
+        raise PagedCacheError(
+            f"`{method}` of a single layer: the layers of a PagedCache share their blocks; call "
+            f"`cache.{method}(...)`"
+        )
+
+    return refuse
+
+
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
     """A layer whose K and V lie in blocks.
 
@@ -43,9 +71,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
         """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
-        twin = copy.copy(self)
-        twin._state, twin._last_read = state, None
-        return twin
+        copied = copy.copy(self)
+        copied._state, copied._last_read = state, None
+        return copied
 
     def forget(self) -> None:
         """Expect other K and V than so far, as when saved ones were loaded."""
@@ -64,25 +92,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new K and V into blocks; return all that attention may see.
+        """Write new K and V into blocks; return all that attention may see: as `PagedCache.update`.
 
-        Args:
-            key_states: `[batch, kv_heads, new tokens, head_dim]`.
-            value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
-            *args: Ignored; newer versions of `transformers` pass more.
-            **kwargs: Ignored.
-
-        Returns:
-            K and V `[batch, kv_heads, tokens, head_dim]`: views that become dense when touched; dense tensors
-            where a gradient is wanted, or the model's attention is none of this package.
-
-        Raises:
-            CacheMismatchError: Shape, dtype or device do not fit what the cache holds, or there are no new
-                tokens.
-            PoolExhausted: No room; nothing was written in any layer.
-            UnstorableValueError: A quantized layer was given NaN, infinity, or too large a magnitude. The
-                step is taken back.
-            QuantizationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
+        They are views that become dense when touched; dense tensors where a gradient is wanted, or the
+        model's attention is none of this package.
         """
         state = self._state
         key_states, value_states = as_attended(key_states), as_attended(value_states)
@@ -129,13 +142,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> StoredKV:
         """Write what this layer brings to the step in progress."""
         state = self._state
-        stored_keys, stored_values = key_states, value_states
         if key_states.requires_grad or value_states.requires_grad:
-            # What is stored is a constant; a backend in torch would else make the pool part of the graph.
             if torch.is_grad_enabled() and state.rows.gradients_from is None:
                 state.rows.gradients_from = start
-            stored_keys, stored_values = key_states.detach(), value_states.detach()
-        state.write(self.layer_idx, stored_keys, stored_values)
+            # What is stored is a constant; a backend in torch would else make the pool part of the graph.
+            state.write(self.layer_idx, key_states.detach(), value_states.detach())
+        else:
+            state.write(self.layer_idx, key_states, value_states)
         blocks, first = state.blocks[self.layer_idx], self._first_visible(start)
         return StoredKV(state, blocks, self.layer_idx, first, state.rows.end, (key_states, value_states))
 
@@ -163,7 +176,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             if torch.compiler.is_compiling():
                 return state.layer_groups.row_capacity_tokens, 0
             if query_length == 1 and state.is_attended():
-                return StaticLength(state.layer_groups.row_capacity_tokens, state.check_static_room), 0
+                room = StaticLength(state.layer_groups.row_capacity_tokens)
+                room.check_room = state.check_static_room
+                return room, 0
             state.pull()
         tokens = state.rows.tokens[self.layer_idx]
         first = self._first_visible(tokens)
@@ -198,36 +213,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     # --- what people read -----------------------------------------------------------------------------------
 
-    @property
-    def keys(self) -> torch.Tensor | None:
+    keys: torch.Tensor | None = _stored_side(
+        0,
+        "keys",
         """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
 
         Zeros stand for what is not stored: tokens outside a window, left padding.
-        """
-        views = self._stored_views()
-        return views[0] if views else None
-
-    @keys.setter
-    def keys(self, value: object) -> NoReturn:
-        self._refuse_assignment("keys")
-
-    @keys.deleter
-    def keys(self) -> NoReturn:
-        self._refuse_assignment("keys")
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """Stored V `[batch, kv_heads, tokens, v_head_dim]`, dense when touched; None if there is none."""
-        views = self._stored_views()
-        return views[1] if views else None
-
-    @values.setter
-    def values(self, value: object) -> NoReturn:
-        self._refuse_assignment("values")
-
-    @values.deleter
-    def values(self) -> NoReturn:
-        self._refuse_assignment("values")
+        """,
+    )
+    values: torch.Tensor | None = _stored_side(
+        1, "values", "Stored V `[batch, kv_heads, tokens, v_head_dim]`, as `keys`."
+    )
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]  # an attribute in the host
@@ -259,25 +255,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     # --- what belongs to the cache --------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Refused: rows belong to the cache."""
-        self._refuse("reset")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: rows belong to the cache."""
-        self._refuse("crop")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused: rows belong to the cache."""
-        self._refuse("reorder_cache")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: rows belong to the cache."""
-        self._refuse("batch_repeat_interleave")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused: rows belong to the cache."""
-        self._refuse("batch_select_indices")
+    reset = _refused("reset")
+    crop = _refused("crop")
+    reorder_cache = _refused("reorder_cache")
+    batch_repeat_interleave = _refused("batch_repeat_interleave")
+    batch_select_indices = _refused("batch_select_indices")
 
     def offload(self) -> None:
         """Refused: blocks are not moved between devices."""
@@ -342,20 +324,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""
         seen = (key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device)
-        if seen == self._last_seen and self._state.rows.batch == seen[0][0]:
-            return
-        if not self._fits(key_states, value_states):
-            self._raise_mismatch(key_states, value_states)
-        self._last_seen = seen
+        if seen != self._last_seen or self._state.rows.batch != seen[0][0]:
+            if not self._fits(key_states, value_states):
+                self._raise_mismatch(key_states, value_states)
+            self._last_seen = seen
 
     def _fits(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         blocks, batch = self._blocks, self._state.rows.batch
         k, v = key_states.shape, value_states.shape
         if len(k) != 4 or len(v) != 4 or k[:3] != v[:3] or key_states.dtype != value_states.dtype:
             return False
-        if not _have_content(key_states, value_states):
-            return False
-        if batch and k[0] != batch:
+        if not _have_content(key_states, value_states) or (batch and k[0] != batch):
             return False
         return blocks is None or (
             k[1] == blocks.keys.shape[1]
@@ -374,47 +353,30 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
             f"V {tuple(value_states.shape)} {value_states.dtype}"
         )
         if key_states.dim() != 4 or value_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3]:
-            raise CacheMismatchError(
-                f"layer {self.layer_idx}: K and V must be [batch, kv_heads, tokens, head_dim] and agree in "
-                f"the first three; got {got}"
+            reason = (
+                f"K and V must be [batch, kv_heads, tokens, head_dim] and agree in the first three; got {got}"
             )
-        if not _have_content(key_states, value_states):
-            raise CacheMismatchError(
-                f"layer {self.layer_idx}: K and V must have at least one row, one kv head and one channel; "
-                f"got {got}"
+        elif not _have_content(key_states, value_states):
+            reason = f"K and V must have at least one row, one kv head and one channel; got {got}"
+        elif batch and key_states.shape[0] != batch:
+            reason = (
+                f"the cache holds {batch} rows, got {got}. Use `cache.batch_repeat_interleave(n)` to give "
+                "every row n copies, `cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for "
+                "a new batch"
             )
-        if batch and key_states.shape[0] != batch:
-            raise CacheMismatchError(
-                f"layer {self.layer_idx}: the cache holds {batch} rows, got {got}. Use "
-                "`cache.batch_repeat_interleave(n)` to give every row n copies, "
-                "`cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for a new batch"
+        elif blocks is None:
+            reason = (
+                f"K and V must have one dtype; got {got}. Run the model under `torch.autocast`, whose dtype "
+                "both are stored in, or cast them before `cache.update(...)`"
             )
-        if blocks is None:
-            raise CacheMismatchError(
-                f"layer {self.layer_idx}: K and V must have one dtype; got {got}. Run the model under "
-                "`torch.autocast`, whose dtype both are stored in, or cast them before `cache.update(...)`"
+        else:
+            reason = (
+                f"this cache stores {blocks.keys.shape[1]} kv heads, head_dim {blocks.keys.shape[3]} (K) and "
+                f"{blocks.values.shape[3]} (V), {blocks.keys.dtype} on {blocks.keys.device}; got {got}. A "
+                "cache serves one model in one dtype on one device, and under `torch.autocast` that is the "
+                "dtype of autocast: go on as the cache was filled, or make a new PagedCache"
             )
-        expected = (
-            f"{blocks.keys.shape[1]} kv heads, head_dim {blocks.keys.shape[3]} (K) and "
-            f"{blocks.values.shape[3]} (V), {blocks.keys.dtype} on {blocks.keys.device}"
-        )
-        raise CacheMismatchError(
-            f"layer {self.layer_idx}: this cache stores {expected}; got {got}. A cache serves one model in "
-            "one dtype on one device, and under `torch.autocast` that is the dtype of autocast: go on as the "
-            "cache was filled, or make a new PagedCache"
-        )
-
-    def _refuse_assignment(self, name: str) -> NoReturn:
-        raise PagedCacheError(
-            f"`{name}` of layer {self.layer_idx} cannot be assigned or deleted: it is read from the blocks "
-            f"of the cache. {WAYS_TO_CHANGE}"
-        )
-
-    def _refuse(self, method: str) -> NoReturn:
-        raise PagedCacheError(
-            f"`{method}` of a single layer: the layers of a PagedCache share their blocks; call "
-            f"`cache.{method}(...)`"
-        )
+        raise CacheMismatchError(f"layer {self.layer_idx}: {reason}")
 
 
 class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
@@ -464,11 +426,7 @@ def _have_content(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
 
 
 def refuse_to_move(method: str) -> NoReturn:
-    """Raise what calls of `offload` and `prefetch` get.
-
-    Raises:
-        PagedCacheError: Always.
-    """
+    """Raise the PagedCacheError that calls of `offload` and `prefetch` get."""
     raise PagedCacheError(
         f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
         "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"

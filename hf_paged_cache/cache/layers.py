@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hf_paged_cache.host.architectures import LayerSpec
 
 
-def _passed_on(name: str) -> property:
-    """An attribute of the host part that others read and write on the layer."""
+def _passed_on(name: str) -> Any:
+    """An attribute or method of the host part that others look for on the layer."""
 
     def read(layer: Any) -> Any:
         return getattr(layer.host_part, name)
@@ -41,13 +41,15 @@ def _passed_on(name: str) -> property:
 class _Compound:
     """What all of these layers have: the object beside the blocks."""
 
-    host_part: Any
+    def __init__(self, state: CacheState, layer_idx: int, *window: int, host_part: Any) -> None:
+        self.host_part = host_part
+        super().__init__(state, layer_idx, *window)  # type: ignore[call-arg]  # of the layer that this is mixed into
 
     def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
         """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
-        twin: Any = super().of_fork(state, memo)  # type: ignore[misc]  # of the layer that this is mixed into
-        twin.host_part = copy.deepcopy(self.host_part, memo)
-        return twin  # type: ignore[no-any-return]
+        copied: Any = super().of_fork(state, memo)  # type: ignore[misc]  # of the layer that this is mixed into
+        copied.host_part = copy.deepcopy(self.host_part, memo)
+        return copied  # type: ignore[no-any-return]
 
 
 class _Linear(_Compound):
@@ -63,23 +65,9 @@ class _Linear(_Compound):
     has_previous_state = _passed_on("has_previous_state")
     conv_kernel_size = _passed_on("conv_kernel_size")
     number_of_states = _passed_on("number_of_states")
-
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Take in the inputs of a convolution `[batch, channels, tokens]`; return those that it needs."""
-        states: torch.Tensor = self.host_part.update_conv_state(conv_states, state_idx, **kwargs)
-        return states
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        """Replace a recurrent state `[batch, ...]`; return it."""
-        states: torch.Tensor = self.host_part.update_recurrent_state(recurrent_states, state_idx, **kwargs)
-        return states
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether the states beside K and V can be cut back."""
-        return bool(self.host_part.is_croppable)
+    is_croppable = _passed_on("is_croppable")
+    update_conv_state = _passed_on("update_conv_state")
+    update_recurrent_state = _passed_on("update_recurrent_state")
 
     @property
     def record_past(self) -> bool:
@@ -96,20 +84,12 @@ class _Linear(_Compound):
         self.record_past = True
 
 
-class PagedHybridLayer(_Linear, PagedLayer):  # type: ignore[override,no-untyped-call]
+class PagedHybridLayer(_Linear, PagedLayer):  # type: ignore[no-untyped-call]
     """Full attention in blocks, with states of linear attention or convolutions."""
 
-    def __init__(self, state: CacheState, layer_idx: int, host_part: Any) -> None:
-        super().__init__(state, layer_idx)
-        self.host_part = host_part
 
-
-class PagedHybridWindowLayer(_Linear, PagedWindowLayer):  # type: ignore[override,no-untyped-call]
+class PagedHybridWindowLayer(_Linear, PagedWindowLayer):  # type: ignore[no-untyped-call]
     """Windowed attention in blocks, with states of linear attention or convolutions."""
-
-    def __init__(self, state: CacheState, layer_idx: int, sliding_window: int, host_part: Any) -> None:
-        self.host_part = host_part
-        super().__init__(state, layer_idx, sliding_window)
 
 
 class PagedIndexedLayer(_Compound, PagedLayer):  # type: ignore[no-untyped-call]
@@ -117,36 +97,23 @@ class PagedIndexedLayer(_Compound, PagedLayer):  # type: ignore[no-untyped-call]
 
     indexer_keys = _passed_on("indexer_keys")
     is_indexer_initialized = _passed_on("is_indexer_initialized")
+    lazy_initialization_indexer = _passed_on("lazy_initialization_indexer")
+    update_indexer = _passed_on("update_indexer")
 
-    def __init__(self, state: CacheState, layer_idx: int, host_part: Any) -> None:
-        super().__init__(state, layer_idx)
-        self.host_part = host_part
-        self._announce: Callable[[], None] | None = None
-
-    def announce_reads_to(self, announce: Callable[[], None]) -> None:
-        """Call a function before the positions are read, which models do before anything else."""
-        self._announce = announce
+    announce_read: Callable[[], None] | None = None
+    """Called before the positions are read, which models do before anything else."""
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
         """Positions `[dims, batch, tokens]` of all tokens, where a model keeps them."""
-        if self._announce is not None:
-            self._announce()
+        if self.announce_read is not None:
+            self.announce_read()
         positions: torch.Tensor | None = self.host_part.indexer_position_ids
         return positions
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, value: torch.Tensor | None) -> None:
         self.host_part.indexer_position_ids = value
-
-    def lazy_initialization_indexer(self, indexer_key_states: torch.Tensor) -> None:
-        """Prepare for indexer keys like these."""
-        self.host_part.lazy_initialization_indexer(indexer_key_states)
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append indexer keys `[batch, tokens, index_head_dim]`; return all of them."""
-        keys: torch.Tensor = self.host_part.update_indexer(indexer_key_states)
-        return keys
 
 
 # The host asks `isinstance` before it reads the states of a layer.
@@ -155,26 +122,16 @@ LinearAttentionCacheLayerMixin.register(PagedHybridWindowLayer)
 
 
 def make_layer(state: CacheState, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
-    """A layer over blocks, or one of the host's own class where K and V are not paged.
-
-    Args:
-        state: What the paged layers of the cache share.
-        index: Of the layer.
-        spec: What the config says of it.
-        kwargs: Arguments for the host's own class.
-    """
+    """A layer over blocks, or one of the host's own class, made with `kwargs`, where nothing is paged."""
     if not spec.is_paged:
         return architectures.host_layer(spec.layer_type, kwargs)
     part = architectures.host_part(spec.layer_type, kwargs)
-    if part is not None and not architectures.is_linear(part):
-        return PagedIndexedLayer(state, index, part)
-    if spec.window is not None:
-        return (
-            PagedWindowLayer(state, index, spec.window)
-            if part is None
-            else PagedHybridWindowLayer(state, index, spec.window, part)
-        )
-    return PagedLayer(state, index) if part is None else PagedHybridLayer(state, index, part)
+    where = (state, index) if spec.window is None else (state, index, spec.window)
+    if part is None:
+        return (PagedLayer if spec.window is None else PagedWindowLayer)(*where)
+    if not architectures.is_linear(part):
+        return PagedIndexedLayer(state, index, host_part=part)
+    return (PagedHybridLayer if spec.window is None else PagedHybridWindowLayer)(*where, host_part=part)
 
 
 def can_be_static(config: PreTrainedConfig, specs: Sequence[tuple[LayerSpec, dict[str, Any]]]) -> bool:
@@ -193,11 +150,6 @@ def check_layers(
     settings: PagedCacheConfig, specs: Sequence[tuple[LayerSpec, object]], paged: dict[int, LayerSpec]
 ) -> None:
     """Raise if settings name layers that are not paged, or heads do not fit a format.
-
-    Args:
-        settings: Of the cache.
-        specs: Of all layers.
-        paged: Layer index -> spec, of those that are paged.
 
     Raises:
         PagedCacheError: There is no such layer, or a format cannot store heads of that size.

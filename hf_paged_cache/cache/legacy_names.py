@@ -13,6 +13,19 @@ from hf_paged_cache.errors import WAYS_TO_CHANGE, PagedCacheError
 _Tensors = Sequence[torch.Tensor | None]
 
 
+def _dense_list(name: str, side: str) -> property:
+    """K or V of every layer, as earlier caches had it; now `layers[i].keys` and `layers[i].values`."""
+
+    def read(cache: Any) -> _Tensors:
+        _warn(name, f"layers[i].{side}")
+        return _ReadOnlyList(name, [getattr(layer, side) for layer in cache.layers])
+
+    def refuse(cache: Any, value: object) -> NoReturn:
+        _refuse_writes(name)
+
+    return property(read, refuse, doc=f"Dense {side} of every layer; now `layers[i].{side}`.")
+
+
 class DeprecatedReads:
     """Reads that `transformers` has removed from its caches, for a cache with `layers`."""
 
@@ -24,25 +37,8 @@ class DeprecatedReads:
         _warn("seen_tokens", "get_seq_length()")
         return self._length(0)
 
-    @property
-    def key_cache(self) -> _Tensors:
-        """Dense K of every layer; now `layers[i].keys`."""
-        _warn("key_cache", "layers[i].keys")
-        return _ReadOnlyList("key_cache", [layer.keys for layer in self.layers])
-
-    @key_cache.setter
-    def key_cache(self, value: object) -> NoReturn:
-        _refuse_writes("key_cache")
-
-    @property
-    def value_cache(self) -> _Tensors:
-        """Dense V of every layer; now `layers[i].values`."""
-        _warn("value_cache", "layers[i].values")
-        return _ReadOnlyList("value_cache", [layer.values for layer in self.layers])
-
-    @value_cache.setter
-    def value_cache(self, value: object) -> NoReturn:
-        _refuse_writes("value_cache")
+    key_cache = _dense_list("key_cache", "keys")
+    value_cache = _dense_list("value_cache", "values")
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """K and V of a layer; now `layers[i].keys`, `layers[i].values`."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Never, Self
+from typing import Any, Never
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from hf_paged_cache.attention import graph_operator
 from hf_paged_cache.attention.masks import check_length
 from hf_paged_cache.attention.paged_attention import activate, watch
 from hf_paged_cache.blocks import BlockCounters
@@ -24,21 +22,20 @@ from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhau
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE
 from hf_paged_cache.forward.contents import ModelTraits
 from hf_paged_cache.forward.ownership import check_prompt
-from hf_paged_cache.forward.recurrent_state import HostParts
+from hf_paged_cache.forward.recurrent_state import HostStates
 from hf_paged_cache.forward.state import CacheState
 from hf_paged_cache.host import architectures, compat, generation, running_forward
 from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
 
-from .arguments import as_count, as_rows
+from .arguments import as_rows
 from .editing import CacheTools
-from .host_contract import HostContract
 from .layer import PagedLayer, refuse_to_move
-from .layers import PagedIndexedLayer, can_be_static, check_layers, make_layer
+from .layers import can_be_static, check_layers, make_layer
 from .legacy_names import DeprecatedReads
 
 
-class PagedCache(CacheTools, DeprecatedReads, HostContract):
+class PagedCache(DeprecatedReads, CacheTools):
     """A KV cache in fixed-size blocks of a preallocated pool, for `generate` and plain forwards.
 
     ```python
@@ -151,11 +148,10 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         )
         max_positions = architectures.max_positions(config)
         self._state = CacheState(settings, paged, max_positions, traits, watch(config_or_model))
-        self.layers: list[Any]
         layers = [make_layer(self._state, index, *spec) for index, spec in enumerate(specs)]
         Cache.__init__(self, layers=layers)
         self._num_layers = len(specs)
-        self._hosts = HostParts(
+        self._hosts = HostStates(
             self._state,
             {
                 index: getattr(layer, "host_part", None) or layer
@@ -245,14 +241,6 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             and not self._state.would_be_static(key_states.device)
         )
 
-    def _spread_rows(self, rows: int) -> None:
-        """One cached row goes on as several: beams and `num_return_sequences` of one prompt share it."""
-        if self._num_rows != 1 or rows < 2 or torch.compiler.is_compiling():
-            return
-        self._state.take(None)
-        if self._num_rows == 1 and not self._state.is_open and not self._state.is_static:
-            self._state.spread_rows(rows, self._hosts)
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
         if self._hosts:
@@ -299,8 +287,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         """
         if self._hosts:
             self._enter_read()
-        length, offset = super().get_mask_sizes(query_length, layer_idx)
-        return length, offset
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Position of the next query; a tensor where the host would have to wait for the number."""
@@ -308,35 +295,6 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         if self._state.is_static and self._state.rows.batch and layer.is_initialized:
             return layer.length_tensor()
         return self.get_seq_length(layer_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row and give their blocks back.
-
-        Bytes stay as they are. But K of `int4` and all of `int8_block` are encoded in whole blocks: what is
-        left of a block that was full has been rounded beside the tokens that went, and is rounded again when
-        the block is full again, each time by no more than the format's error. To ask several questions of
-        one text such that none moves the answer to another, ask a `fork()` of the cache for each.
-
-        Args:
-            tokens_to_remove: Minus the number of tokens to remove; 0 is safe. As in the installed
-                `transformers`: before 5.18 a positive number is the length to keep, later it is an error.
-
-        Raises:
-            PagedCacheError: A window layer no longer holds what the shorter length needs.
-        """
-        state = self._settled("crop")
-        tokens = self._num_tokens
-        number = as_count("crop", "tokens_to_remove", tokens_to_remove)
-        count = compat.tokens_to_remove(number, tokens)
-        is_all = count >= tokens > 0
-        state.check_crop(state.rows.end - count)
-        self._hosts.check_crop(count, is_all=is_all)
-
-        def make() -> None:
-            self._hosts.crop(count, is_all=is_all)
-            state.crop(count)
-
-        state.change(make, self._hosts)
 
     def activate_past_recording(self) -> None:
         """Keep what window and recurrent layers would drop, until a `crop`, which can then roll back.
@@ -367,14 +325,9 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
-        self._settled("batch_select_indices")
-        batch = self._num_rows
-        self._take_rows(as_rows("batch_select_indices", "indices", indices, batch, may_be_mask=True))
-
-    def reset(self) -> None:
-        """Forget everything; pools stay allocated, and the next batch may have another size."""
-        self._state.check_thread()
-        self._state.reset(self._hosts)
+        method = "batch_select_indices"
+        self._settled(method)
+        self._take_rows(as_rows(method, "indices", indices, self._num_rows, may_be_mask=True))
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refused: blocks are not moved between devices."""
@@ -428,7 +381,7 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
             used_blocks=sum(pool.num_referenced for pool in pools),
             shared_blocks=sum(pool.num_shared for pool in pools),
             free_blocks=sum(pool.num_free for pool in pools),
-            backend=next((layer.backend for layer in self._paged_layers() if layer.backend), None),
+            backend=next(filter(None, (getattr(layer, "backend", None) for layer in self.layers)), None),
             layer_dtypes=self._state.layer_groups.layer_dtypes(),
             moved_layers=self._state.layer_groups.moved_layers(),
             bytes_by_format=self._state.layer_groups.bytes_by_format(),
@@ -474,16 +427,6 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
 
     # --- copies ---------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The same contents in blocks of its own, for the model, or for a copy that this call makes of it."""
-        self._settled("deepcopy")
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        for name, value in vars(self).items():
-            setattr(twin, name, copy.deepcopy(value, memo) if name != "_config" else value)
-        twin._state.forget_user()
-        twin._introduce()
-        return twin
-
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """As the config, the settings and `state_dict()`; the model is not part of it."""
         settings = {field.name: getattr(self._state.config, field.name) for field in fields(PagedCacheConfig)}
@@ -496,43 +439,6 @@ class PagedCache(CacheTools, DeprecatedReads, HostContract):
         # Not as tensors: another process that is being spawned would be promised memory that ends with them.
         torch.save(self.state_dict(), contents)
         return _unpickle, (type(self), self._config, settings, contents.getvalue())
-
-    def _with_state(self, state: CacheState) -> Self:
-        memo: dict[int, Any] = {id(self._state): state}
-        twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self))
-        twin._state = state
-        twin.layers = [
-            layer.of_fork(state, memo) if isinstance(layer, PagedLayer) else copy.deepcopy(layer, memo)
-            for layer in self.layers
-        ]
-        twin._hosts = copy.deepcopy(self._hosts, memo)
-        twin._introduce()
-        return twin
-
-    def _introduce(self) -> None:
-        """Tell those of it who find a cache by other ways than its name."""
-        self._number = graph_operator.register(self)
-        reference = weakref.ref(self)
-
-        def announce() -> None:
-            if (cache := reference()) is not None:
-                cache._enter_read()
-
-        for layer in self.layers:
-            if isinstance(layer, PagedIndexedLayer):
-                layer.announce_reads_to(announce)
-
-    def _paged_layers(self) -> list[PagedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-
-    @property
-    def _num_rows(self) -> int:
-        return self._state.rows.batch or self._hosts.batch
-
-    @property
-    def _num_tokens(self) -> int:
-        return self._state.rows.end or self._hosts.num_tokens
 
     def _take_rows(self, row_indices: list[int]) -> None:
         """Make the rows copies of the given old rows, everywhere."""

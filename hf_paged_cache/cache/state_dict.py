@@ -43,13 +43,13 @@ from hf_paged_cache.store.saved import (
 from .layer import PagedLayer
 
 if TYPE_CHECKING:
-    from hf_paged_cache.forward.recurrent_state import HostParts
+    from hf_paged_cache.forward.recurrent_state import HostStates
     from hf_paged_cache.forward.state import CacheState
 
 Attributes = dict[str, Any]
 
 
-def as_state_dict(state: CacheState, hosts: HostParts) -> dict[str, Any]:
+def as_state_dict(state: CacheState, hosts: HostStates) -> dict[str, Any]:
     """The contents of a cache, in tensors of their own."""
     ids = state.rows.ids.known
     taken: dict[str, Any] = plain(
@@ -64,13 +64,13 @@ def as_state_dict(state: CacheState, hosts: HostParts) -> dict[str, Any]:
             owner=state.rows.owner.saved() if isinstance(state.rows.owner, Weights) else state.rows.owner,
             padding=SavedPadding(**state.rows.padding.state_dict()),
             groups=[group.export(state.rows.tokens) for group in state.groups] if state.rows.batch else [],
-            hosts=[_copied(_plain_attributes(vars(part))) for part in hosts.parts],
+            hosts=[_copied(_plain_attributes(vars(part))) for part in hosts.all],
         )
     )
     return taken | {"checksum": checksum(taken)}
 
 
-def load(state: CacheState, hosts: HostParts, layers: Sequence[Any], state_dict: object) -> None:
+def load(state: CacheState, hosts: HostStates, layers: Sequence[Any], state_dict: object) -> None:
     """Replace the contents of a cache. Whatever is raised, it is as it was.
 
     Raises:
@@ -102,7 +102,7 @@ def load(state: CacheState, hosts: HostParts, layers: Sequence[Any], state_dict:
 # --- what must be true --------------------------------------------------------------------------------------
 
 
-def _parsed(state: CacheState, hosts: HostParts, state_dict: object) -> SavedCache:
+def _parsed(state: CacheState, hosts: HostStates, state_dict: object) -> SavedCache:
     """What a state dict says, if it is of a cache with the same layers and settings."""
     if not isinstance(state_dict, Mapping) or "version" not in state_dict:
         raise PagedCacheError(
@@ -113,7 +113,7 @@ def _parsed(state: CacheState, hosts: HostParts, state_dict: object) -> SavedCac
     _require_same("block_size", state.config.block_size, saved.settings.block_size)
     _require_same("kv_cache_dtype", state.config.kv_cache_dtype, saved.settings.kv_cache_dtype)
     _require_same("layers", sorted(state.rows.tokens), sorted(saved.tokens))
-    _require_same("other layers", len(hosts.parts), len(saved.hosts))
+    _require_same("other layers", len(hosts.all), len(saved.hosts))
     _check_lengths(saved)
     _check_padding(saved)
     return saved
@@ -262,10 +262,10 @@ _SETTINGS = ("number_of_states", "sliding_window", "_sliding_window_tensor")
 """Attributes of host objects that a forward never changes."""
 
 
-def _checked_parts(hosts: HostParts, saved: SavedCache) -> list[tuple[Any, Attributes]]:
+def _checked_parts(hosts: HostStates, saved: SavedCache) -> list[tuple[Any, Attributes]]:
     found: list[tuple[Any, Attributes]] = []
     rows = {saved.batch} if saved.batch else set()
-    for (index, (part, empty)), values in zip(hosts.empty_parts().items(), saved.hosts, strict=True):
+    for (index, (part, empty)), values in zip(hosts.with_empty().items(), saved.hosts, strict=True):
         where = f"state_dict['hosts'][{len(found)}]"
         attributes = _checked_attributes(type(part), empty, values, where)
         if architectures.is_linear(part):

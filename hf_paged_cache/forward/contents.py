@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 
-from hf_paged_cache.errors import PagedCacheError, PoolExhausted
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.store import static_group
 from hf_paged_cache.store.holder import Saved
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
     from hf_paged_cache.kernels.call import LayerBlocks
     from hf_paged_cache.store.holder import Restore
     from hf_paged_cache.store.layer_group import LayerGroup
+    from hf_paged_cache.store.saved import SavedCache
 
     from .left_padding import Padding
 
 _T = TypeVar("_T")
 
 
-class Parts(Protocol):
-    """What a cache holds beside blocks, and moves with them."""
+class Outside(Protocol):
+    """What a cache holds outside blocks, and moves with them."""
 
     def save(self) -> Restore:
         """Remember what they are. Returns what puts that back."""
@@ -63,19 +65,14 @@ class ModelTraits:
 class Contents:
     """Rows and blocks of one cache.
 
-    Args:
-        config: Settings.
-        specs: Layer index -> what the config of the model says of that layer, if it is paged.
-        max_positions: Longest sequence the model was made for, if its config says.
-        traits: What is known of the model.
-        is_attended: Tells whether attention of this package reads the cache now.
-
     Attributes:
         config: Settings.
         traits: What is known of the model.
         rows: What all layers hold alike. With static rows it is what they held at the last `pull`.
         layer_groups: Layers that share block tables, all groups as one.
         is_attended: Tells whether attention of this package reads the cache now.
+        has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
+        has_open_step: Some layer of static rows has yet to join the step in progress.
     """
 
     def __init__(
@@ -91,6 +88,8 @@ class Contents:
         self.rows = Rows(specs)
         self.layer_groups = LayerGroups(config, specs, max_positions)
         self.is_attended = is_attended
+        self.has_masks = self.has_open_step = False
+        self.forget_user()
 
     @property
     def groups(self) -> list[LayerGroup]:
@@ -109,25 +108,20 @@ class Contents:
 
     # --- changes --------------------------------------------------------------------------------------------
 
-    def change(self, make: Callable[[], _T], parts: Parts | None = None) -> _T:
-        """Make a change to rows and blocks, all of it or none; see `Store.change`.
+    def change(self, make: Callable[[], _T], outside: Outside | None = None) -> _T:
+        """Make a change to rows and blocks, and outside, all of it or none; see `Store.change`."""
+        return self.layer_groups.store.change(partial(self._save, outside), make)
 
-        Args:
-            make: The change.
-            parts: What else it touches.
-        """
-        return self.layer_groups.store.change(partial(self._save, parts), make)
-
-    def _save(self, parts: Parts | None) -> Saved:
+    def _save(self, outside: Outside | None = None) -> Saved:
         attributes, restore_rows, groups = dict(vars(self)), self.rows.save(), self.layer_groups.save()
-        restore_parts = None if parts is None else parts.save()
+        restore_outside = None if outside is None else outside.save()
 
         def restore() -> None:
             vars(self).update(attributes)
             restore_rows()
             groups.restore()
-            if restore_parts is not None:
-                restore_parts()
+            if restore_outside is not None:
+                restore_outside()
 
         return Saved(restore, groups.follow)
 
@@ -169,28 +163,23 @@ class Contents:
             group.crop(num_tokens)
         self.rows.crop(num_tokens)
 
-    def reset(self, parts: Parts) -> None:
+    def reset(self, outside: Outside) -> None:
         """Forget all rows and give their blocks back; pools stay."""
 
         def make() -> None:
             self.clear()
             self.rows.record_past = False
-            parts.clear()
+            outside.clear()
 
-        self.change(make, parts)
+        self.change(make, outside)
 
     def clear(self) -> None:
         """Forget all rows. Part of a change."""
         self.layer_groups.reset()
         self.rows.clear()
 
-    def reorder(self, row_indices: Sequence[int], parts: Parts | None = None) -> None:
-        """Make the rows copies of the given old rows, by reference; their number may change.
-
-        Args:
-            row_indices: For every new row the old one.
-            parts: What is beside the blocks, to be moved in the same change.
-        """
+    def reorder(self, row_indices: Sequence[int], outside: Outside | None = None) -> None:
+        """Make the rows copies of the given old rows, by reference; their number may change."""
         self.pull()
         rows, batch = self.rows, self.rows.batch
         indices = rows.checked(row_indices, batch) if batch else list(row_indices)
@@ -200,20 +189,20 @@ class Contents:
                 for group in self.groups:
                     group.reorder(indices)
                 rows.reorder(indices)
-            if parts is not None:
-                parts.select(indices)
+            if outside is not None:
+                outside.select(indices)
 
         for group in self.layer_groups.static:
             group.check_rows(len(indices))
         # Rows that own their blocks are copied over each other, which cannot be taken back.
         was_lost, rows.is_lost = rows.is_lost, rows.is_lost or self.is_static
-        self.change(make, parts)
+        self.change(make, outside)
         rows.is_lost = was_lost
 
     def replace_tail(
         self, start: int, behind: Sequence[tuple[int, torch.Tensor, torch.Tensor]], padding: Padding
     ) -> None:
-        """Cut every row down to its first tokens, and put others behind them. Part of a change.
+        """Cut every row down to its first `start` tokens, and put others behind them. Part of a change.
 
         Where that fails after the cut, the first tokens are what is left.
 
@@ -227,7 +216,7 @@ class Contents:
         self.layer_groups.check_room_for(start, keys.shape[2], rows.batch)
         self.crop_to(start)
         # What is written now may lie where the tail did.
-        self.layer_groups.store.keep(partial(self._save, None))
+        self.layer_groups.store.keep(self._save)
         if not start:
             self.open_rows(NewTokens.of(keys, values), keep_history=rows.record_past)
         self.layer_groups.reserve(
@@ -243,13 +232,41 @@ class Contents:
         self.layer_groups.open_rows(new, keep_history=keep_history, would_be_static=self.would_be_static)
         self.rows.batch = new.batch
 
+    # --- copies ---------------------------------------------------------------------------------------------
+
+    def fork(self) -> Self:
+        """The same rows for another cache, by sharing their blocks."""
+        copied = copy.copy(self)
+        copied.rows = self.rows.copy()
+        copied.layer_groups = self.change(self.layer_groups.fork)
+        copied.forget_user()
+        return copied
+
+    def forget_user(self) -> None:
+        """Belong to no thread and no forward, as a new cache and a copy do."""
+        self.rows.equal_rows = 0
+
+    def with_contents(
+        self, groups: LayerGroups, saved: SavedCache, tokens: dict[int, int], padding: Padding
+    ) -> dict[str, Any]:
+        """The attributes of this object with saved contents, which these groups hold."""
+        copied = copy.copy(self)
+        rows = copied.rows = Rows(tokens)
+        copied.layer_groups = groups
+        copied.forget_user()
+        rows.batch, rows.tokens, rows.equal_rows = saved.batch, tokens, self.rows.equal_rows
+        rows.begin(saved.length, saved.length, padding)
+        rows.record_past, rows.owner = saved.record_past, saved.owner
+        if saved.input_ids.shape[1]:
+            rows.ids.commit(saved.input_ids, saved.input_ids.shape[1])
+        return dict(vars(copied))
+
     # --- static rows ----------------------------------------------------------------------------------------
 
     def pull(self) -> None:
         """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.
 
-        Raises:
-            PoolExhausted: They went on when rows were full, so their last results are no numbers.
+        Raises PoolExhausted if they went on when rows were full, so that their last results are no numbers.
         """
         if not (self.is_static and self.rows.batch):
             return
@@ -265,6 +282,16 @@ class Contents:
                 needed_blocks=-(-length // self.config.block_size),
                 free_blocks=0,
                 block_size=self.config.block_size,
+            )
+
+    def check_chunk(self, new_tokens: int, *, is_warm: bool) -> None:
+        """Raise CacheMismatchError if the model goes wrong with so many new tokens after a history."""
+        fault = self.traits.chunk_fault
+        if fault is not None and new_tokens > 1 and is_warm:
+            raise CacheMismatchError(
+                f"{new_tokens} new tokens came, and the cache holds a history: {fault}. Feed the "
+                "new tokens one at a time, or call `cache.reset()` and feed everything from the start; "
+                "nothing was written"
             )
 
     def check_static_room(self, tokens: int) -> None:

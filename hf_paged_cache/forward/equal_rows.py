@@ -32,11 +32,7 @@ class EqualRows:
             self._is_like_previous = [a and b for a, b in zip(self._is_like_previous, same, strict=True)]
 
     def sources(self, padding: Sequence[object]) -> list[int] | None:
-        """For every row the first one that is the same; None if no two are.
-
-        Args:
-            padding: Of every row, what is remembered of its hidden tokens, in which equal rows agree.
-        """
+        """For every row the first one that is the same; None if no two are. Equal rows agree in padding."""
         if not any(self._is_like_previous):
             return None
         rows = [0]

@@ -1,8 +1,7 @@
 """Tokens that masks hide: what of them is not stored, and how the rows that have some go on.
 
-A batch of prompts is padded on the left, and the mask of every forward hides the padding. It is not
-stored. A row that ends before the others is filled up, and the mask of the next turn
-hides the filler, in the midst of the row.
+A batch of prompts is padded on the left, and the mask of every forward hides the padding. It is not stored.
+A row that ends before the others is filled up, and the mask of the next turn hides the filler, in its midst.
 
 What is cached of a token was computed under the mask of its own forward, so later masks are held against it:
 
@@ -43,12 +42,9 @@ _HIDDEN = -1e4
 
 
 class NotedMask(NamedTuple):
-    """What the mask function told of a forward.
+    """The mask `[batch, tokens]` of a forward, nonzero where a token is real, as the mask function gets it.
 
-    Attributes:
-        start: Tokens per row before it.
-        new_tokens: That it brings.
-        mask: `[batch, tokens]`, nonzero where a token is real; None if all are.
+    None if all are. `start` tokens per row are cached before it.
     """
 
     start: int
@@ -67,7 +63,6 @@ class Forward:
         mask: `[batch, end or more]`, nonzero where a token is real; None if all are, or nothing is known.
         is_mask_known: Whether it is known.
         is_noted: Whether that came from the mask function.
-        device: Where the model computes.
         call: What the stack says of it.
     """
 
@@ -77,40 +72,27 @@ class Forward:
     mask: torch.Tensor | None
     is_mask_known: bool
     is_noted: bool
-    device: torch.device
     call: ModelCall
 
     @classmethod
     def of(cls, noted: NotedMask | None, start: int, new: NewTokens, call: ModelCall) -> Forward:
-        """The forward that brings new tokens after `start` cached ones.
-
-        Its mask is what was noted, or what the stack shows.
-        """
-        batch, new_tokens = new.batch, new.count
-        is_noted = noted is not None and noted[:2] == (start, new_tokens)
-        mask, is_known = None, is_noted or call.is_without_mask
-        if noted is not None and is_noted:
+        """The forward that brings new tokens, with the mask that was noted of it, or that the stack shows."""
+        end = start + new.count
+        mask, is_known = None, noted is not None or call.is_without_mask
+        if noted is not None:
             mask = noted.mask
         elif call.attention_mask is not None and call.attention_mask.dim() == 2:
             mask, is_known = call.attention_mask, True
-        if mask is not None and (mask.shape[0] != batch or mask.shape[1] < start + new_tokens):
+        if mask is not None and (mask.shape[0] != new.batch or mask.shape[1] < end):
             mask, is_known = None, False
-        return cls(start, start + new_tokens, batch, mask, is_known, is_noted, new.shape.device, call)
-
-    @property
-    def new_tokens(self) -> int:
-        """That it brings to every row."""
-        return self.end - self.start
+        return cls(start, end, new.batch, mask, is_known, noted is not None, call)
 
     def real(self) -> torch.Tensor:
         """Which new tokens are real, boolean `[batch, new tokens]` on the CPU."""
-        return self._shown(self.start, self.end)
+        return self.shown(self.start, self.end)
 
-    def shown_before(self) -> torch.Tensor:
-        """Which cached tokens its mask shows, boolean `[batch, start]` on the CPU."""
-        return self._shown(0, self.start)
-
-    def _shown(self, start: int, end: int) -> torch.Tensor:
+    def shown(self, start: int, end: int) -> torch.Tensor:
+        """Which of the tokens `start … end - 1` its mask shows, boolean `[batch, tokens]` on the CPU."""
         if self.mask is None:
             return torch.ones(self.batch, end - start, dtype=torch.bool)
         return self.mask[:, start:end].to("cpu", torch.bool)
@@ -118,7 +100,7 @@ class Forward:
     def positions(self) -> torch.Tensor | None:
         """Where they stand, `[batch, new tokens]` on the CPU; None if the model does not say it like this."""
         given = self.call.position_ids
-        if given is None or given.dim() != 2 or given.shape[1] != self.new_tokens:
+        if given is None or given.dim() != 2 or given.shape[1] != self.end - self.start:
             return None
         return given.cpu().expand(self.batch, -1) if given.shape[0] in (1, self.batch) else None
 
@@ -158,7 +140,7 @@ class Padding:
             call: What the stack says of it.
             new_tokens: That it brings.
             device: Where its mask and positions may have to be fetched from.
-            is_all_shown: Whether it has no mask.
+            is_all_shown: Whether it is known to have no mask.
         """
         if not (self.tokens or self.runs):
             return False
@@ -173,12 +155,21 @@ class Padding:
             or (call.is_without_mask and any(self.unstored))
         )
 
+    def following(
+        self, noted: NotedMask | None, start: int, new: NewTokens, call: ModelCall, *, leaves_out: bool
+    ) -> Padding:
+        """What is to be remembered when the new tokens of a forward are stored, see `after`."""
+        if noted is not None and noted[:2] != (start, new.count):
+            noted = None  # of another forward
+        is_all_shown = noted is not None and noted.mask is None
+        if start and not self.looks_at(call, new.count, new.shape.device, is_all_shown=is_all_shown):
+            return self
+        return self.after(Forward.of(noted, start, new, call), leaves_out=leaves_out)
+
     def after(self, forward: Forward, *, leaves_out: bool) -> Padding:
         """What is to be remembered when a forward is stored.
 
-        Args:
-            forward: It.
-            leaves_out: Whether padding need not be stored. Where the stack alone tells of the mask, it is.
+        Padding need not be stored where `leaves_out`. Where the stack alone tells of the mask, it is.
 
         Raises:
             CacheMismatchError: The mask shows what an earlier one hid, or positions of a row of which some
@@ -197,7 +188,9 @@ class Padding:
         elif self.tokens:
             if not forward.is_noted:
                 self._check_call(forward)
-            known = replace(self, tokens=self._longer(forward))
+            if forward.start in self.tokens:  # rows that are padding so far may go on with it
+                rows = zip(self.tokens, _leading(forward.real()), strict=True)
+                known = replace(self, tokens=tuple(n + m if n == forward.start else n for n, m in rows))
         return known._with(forward) if known.runs else known
 
     def check_mask(self, noted: NotedMask, call: ModelCall) -> None:
@@ -221,16 +214,12 @@ class Padding:
         """For rows that are cut down to their first tokens."""
         if not num_tokens:
             return NO_PADDING
-        return replace(
-            self,
-            tokens=tuple(min(n, num_tokens) for n in self.tokens),
-            runs=tuple(
-                tuple(run._replace(end=min(run.end, num_tokens)) for run in runs if run.start < num_tokens)
-                for runs in self.runs
-            ),
-            end=min(self.end, num_tokens),
-            is_settled=False,
+        tokens = tuple(min(n, num_tokens) for n in self.tokens)
+        runs = tuple(
+            tuple(run._replace(end=min(run.end, num_tokens)) for run in runs if run.start < num_tokens)
+            for runs in self.runs
         )
+        return replace(self, tokens=tokens, runs=runs, end=min(self.end, num_tokens), is_settled=False)
 
     def prune(self, start: int, end: int) -> Padding:
         """Without the tokens `[start, end)`, where no key knows its position."""
@@ -244,20 +233,14 @@ class Padding:
         left = Padding(runs=runs, end=after(self.end))
         return replace(left, tokens=tokens, is_left_out=self.is_left_out) if any(tokens) else left
 
-    def mask(self, tokens: int) -> torch.Tensor | None:
-        """The mask `[rows, tokens]` that hides what is not stored; None if all is."""
-        if not self.unstored:
-            return None
+    def mask(self, tokens: int) -> torch.Tensor:
+        """The mask `[rows, tokens]` that hides what is `unstored`, in rows of which some is."""
         return torch.arange(tokens) >= torch.tensor(self.unstored)[:, None]
 
     def state_dict(self) -> dict[str, Any]:
         """The same in lists and numbers."""
-        return {
-            "tokens": list(self.tokens),
-            "is_left_out": self.is_left_out,
-            "runs": [[list(run) for run in runs] for runs in self.runs],
-            "end": self.end,
-        }
+        runs = [[list(run) for run in runs] for runs in self.runs]
+        return {"tokens": list(self.tokens), "is_left_out": self.is_left_out, "runs": runs, "end": self.end}
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Any]) -> Padding:
@@ -287,42 +270,31 @@ class Padding:
         if mask.dim() == 2:
             self._check_hidden(mask)
 
-    def _longer(self, forward: Forward) -> tuple[int, ...]:
-        """Rows that are padding so far may go on with it."""
-        if forward.start not in self.tokens:
-            return self.tokens
-        more = _leading(forward.real())
-        rows = zip(self.tokens, more, strict=True)
-        return tuple(n + m if n == forward.start else n for n, m in rows)
-
     def _with(self, forward: Forward) -> Padding:
         """With the new tokens, if they go on."""
         start, positions = forward.start, forward.positions()
         known = self._under(forward) if start else self
         if known is self and self._is_next(forward, positions):
-            return self._seen(forward, self)
+            return self._looked_at(forward, self)
         known = known._up_to(start)
         found = runs_of(forward.real(), positions, start)
         for row, (old, new) in enumerate(zip(known.runs, found, strict=True)):
             if old and new:
                 self._check_position(row, old, new[0], forward)
         runs = tuple(joined(old, new) for old, new in zip(known.runs, found, strict=True))
-        return self._seen(forward, replace(known, runs=runs, end=forward.end))
+        return self._looked_at(forward, replace(known, runs=runs, end=forward.end))
 
     def _is_next(self, forward: Forward, positions: torch.Tensor | None) -> bool:
         """Whether every row gets one token, and it is the one that follows."""
-        if forward.new_tokens > 1 or not forward.start:
+        if forward.end - forward.start > 1 or not forward.start:
             return False
-        ahead, expected = forward.start - self.end, []
-        for runs in self.runs:
-            if not runs or runs[-1].end != self.end:
-                return False
-            following = runs[-1].next_position
-            expected.append(None if following is None else following + ahead)
+        if not all(runs and runs[-1].end == self.end for runs in self.runs):
+            return False
+        expected = [runs[-1].next_position for runs in self._up_to(forward.start).runs]
         found = [None] * len(expected) if positions is None else positions[:, 0].tolist()
         return found == expected and bool(forward.real().all())
 
-    def _seen(self, forward: Forward, known: Padding) -> Padding:
+    def _looked_at(self, forward: Forward, known: Padding) -> Padding:
         """What is known when a forward has been looked at; `self` is what was known before."""
         start, end, call = forward.start, forward.end, forward.call
         # A token after one that is hidden may stand anywhere: it has to be looked at, too.
@@ -334,24 +306,26 @@ class Padding:
         return replace(known, root=root, is_settled=is_settled)
 
     def _under(self, forward: Forward) -> Padding:
-        """With the cached tokens that a mask hides taken for hidden.
-
-        Raises:
-            CacheMismatchError: It shows some that were.
-        """
-        if not forward.is_mask_known or (forward.mask is None and self._hides_nothing()):
+        """With the cached tokens that a mask hides taken for hidden; refuse one that shows some that were."""
+        if not forward.is_mask_known or (
+            forward.mask is None
+            and all(sum(run.end - run.start for run in runs) == self.end for runs in self.runs)
+        ):
             return self
-        shown = forward.shown_before()
+        shown = forward.shown(0, forward.start)
         if self._is_shown_by(shown):
             return self
         again = (shown & ~self._shown(forward.start)).nonzero().tolist()
         if again:
-            raise _shown_again(again, forward.start)
+            row, first = again[0]
+            raise CacheMismatchError(
+                f"attention_mask: row {row} shows token {first}, which an earlier mask hid, so that what is "
+                f"cached after it was computed without it ({len(again)} such tokens in all). Pass the whole "
+                f"mask as before, `cache.crop({min(token for _, token in again) - forward.start})` and feed "
+                "what follows again, or `cache.reset()`"
+            )
         known = self._up_to(forward.start)
         return replace(known, runs=tuple(map(tuple, runs_of(shown, known._positions(), 0))))
-
-    def _hides_nothing(self) -> bool:
-        return all(sum(run.end - run.start for run in runs) == self.end for runs in self.runs)
 
     def _up_to(self, start: int) -> Padding:
         """With tokens that were not looked at: they went on as those before."""
@@ -398,14 +372,7 @@ class Padding:
         return positions
 
     def _check_position(self, row: int, old: tuple[Run, ...], first: Run, forward: Forward) -> None:
-        """Raise CacheMismatchError if a row does not go on.
-
-        Args:
-            row: Which.
-            old: Its cached tokens that the mask shows.
-            first: The first new one.
-            forward: It.
-        """
+        """Raise CacheMismatchError if a row with these `old` tokens shown does not go on with `first`."""
         shown = sum(run.end - run.start for run in old)
         expected = next_positions(old, first.start)
         if shown == first.start or first.position is None or first.position in expected or not expected:
@@ -438,13 +405,3 @@ def _leading(real: torch.Tensor) -> tuple[int, ...]:
     """Tokens before the first real one, of every row of `[batch, tokens]`."""
     firsts = torch.where(real.any(1), real.to(torch.uint8).argmax(1), real.shape[1])
     return tuple(firsts.tolist())
-
-
-def _shown_again(again: list[list[int]], tokens: int) -> CacheMismatchError:
-    row, first = again[0]
-    return CacheMismatchError(
-        f"attention_mask: row {row} shows token {first}, which an earlier mask hid, so that what is cached "
-        f"after it was computed without it ({len(again)} such tokens in all). Pass the whole mask as before, "
-        f"`cache.crop({min(token for _, token in again) - tokens})` and feed what follows again, or "
-        "`cache.reset()`"
-    )

@@ -1,32 +1,68 @@
-"""Whose weights computed what a cache holds, and the refusal of others (see `weights`)."""
+"""The calls of the host that use a cache, from which thread and with whose weights; the refusal of others."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from hf_paged_cache.errors import CacheMismatchError
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 from hf_paged_cache.store.saved import SavedWeights
 
 from .weights import Weights, weights_of
 
 if TYPE_CHECKING:
+    from hf_paged_cache.host.frames import Frame
     from hf_paged_cache.host.running_forward import ModelCall
 
 Owner = Weights | SavedWeights
 
 
-def owner_after(owner: Owner | None, call: ModelCall, tokens: int) -> Owner | None:
-    """Whose weights the contents of a cache are of, when a call has added to them.
+@dataclass(slots=True)
+class Caller:
+    """The calls that have used a cache last. Taking a change back leaves them.
 
-    Args:
-        owner: Whose they are so far; None if that is not known.
-        call: That is about to read them, and to add to them.
-        tokens: That are cached.
+    Attributes:
+        user: The outermost.
+        checked: That whose weights were looked at.
+    """
+
+    user: Frame | None = None
+    checked: Frame | None = None
+
+    def check_thread(self, *, is_open: bool) -> None:
+        """Raise CacheMismatchError if another thread is using the cache, whose last step may be open."""
+        user = self.user
+        if user is None or user.is_here or not user.is_running():
+            return
+        if not user.is_known and not is_open:
+            return  # nobody knows, but no forward is in progress
+        raise CacheMismatchError(
+            "a forward or `generate` in another thread is using this cache, and one cache serves one thread "
+            "at a time. Give every thread its own: `cache.fork()` shares what is cached so far, "
+            "`PagedCache(model)` starts empty"
+        )
+
+    def is_new(self, call: ModelCall) -> bool:
+        """Whether another call of the host has come than the last one; models of others do not tell."""
+        return not call.root.is_known or call.root != self.checked
+
+
+def check_reading(call: ModelCall, *, is_warm: bool) -> None:
+    """Raise PagedCacheError if `generate` was told not to use a cache that holds something."""
+    if call.use_cache is False and call.is_generating and is_warm:
+        raise PagedCacheError(
+            "generate(use_cache=False) would feed the whole text at every step, on top of what the cache "
+            "holds. Leave `use_cache` away, or pass `cache.frozen()` to generate without changing this cache"
+        )
+
+
+def owner_after(owner: Owner | None, call: ModelCall, tokens: int) -> Owner | None:
+    """Whose weights the contents of a cache are of, when a call has added to so many cached tokens.
 
     Raises:
-        CacheMismatchError: Other weights computed them.
+        CacheMismatchError: Others computed them than the `owner` whose they are so far, if that is known.
     """
     whole = None if call.whole is None else call.whole()
     if whole is None:
@@ -41,13 +77,8 @@ def owner_after(owner: Owner | None, call: ModelCall, tokens: int) -> Owner | No
 def check_prompt(owner: Owner | None, model: torch.nn.Module | None, tokens: int) -> None:
     """Refuse a model before its prompt is met, so that nothing is taken back for it.
 
-    Args:
-        owner: Whose weights computed what is cached.
-        model: The model that is about to generate; None if it is not known.
-        tokens: That are cached.
-
     Raises:
-        CacheMismatchError: Other weights computed them.
+        CacheMismatchError: Other weights computed the cached tokens.
     """
     if model is not None:
         _checked(owner, model, model, tokens)
@@ -86,9 +117,11 @@ def _difference(held: SavedWeights, now: SavedWeights) -> str | None:
     prefix = next((name.removesuffix(first) for name in more if f".{name}".endswith(f".{first}")), "")
     for name, weight in fewer.items():
         other = more.get(prefix + name)
-        if other is None or (weight.shape, weight.dtype) != (other.shape, other.dtype):
-            return f"`{name}` is another tensor"
-        if weight.digest != other.digest and None not in (weight.digest, other.digest):
+        if (
+            other is None
+            or (weight.shape, weight.dtype) != (other.shape, other.dtype)
+            or (weight.digest != other.digest and None not in (weight.digest, other.digest))
+        ):
             return f"`{name}` is another tensor"
     if not prefix and len(fewer) != len(more):
         return f"it has {len(now.tensors)} tensors, and had {len(held.tensors)}"

@@ -11,12 +11,9 @@ from hf_paged_cache.errors import CacheMismatchError
 
 
 class Run(NamedTuple):
-    """Tokens of a row, neighbours in place and position.
+    """The tokens `start … end - 1` of a row, neighbours in place and position.
 
-    Attributes:
-        start: First token.
-        end: One past the last token.
-        position: Of the first token; None if the model does not say it.
+    `position` is that of the first one; None if the model does not say it.
     """
 
     start: int

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from hf_paged_cache.errors import PagedCacheError
+from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 
 from .left_padding import NO_PADDING
 from .token_ids import TokenIds
@@ -32,7 +32,7 @@ class Rows:
         gradients_from: First stored token whose K or V wanted a gradient when it came; None if there is none.
         owner: Whose weights computed what is stored; None if that is not known.
         equal_rows: Rows of prompts so far that were stored by reference to an equal one.
-        is_lost: A forward failed after a state had moved on that nobody can take back; only a reset helps.
+        is_lost: See `check_lost`; only a reset helps.
     """
 
     def __init__(self, layers: Iterable[int]) -> None:
@@ -69,9 +69,9 @@ class Rows:
 
     def is_next_in_any_layer(self) -> bool:
         """Whether some layer has yet to join a step in progress."""
-        return any(self.is_next(index) for index in self.behind(self.end))
+        return any(self.is_next(index) for index in self.behind())
 
-    def behind(self, count: int) -> list[int]:
+    def behind(self) -> list[int]:
         """The layers that have not come as far as the last step.
 
         Layers that a model never writes hold nothing; layers after the last one written were not reached.
@@ -81,7 +81,7 @@ class Rows:
         return [
             index
             for place, index in enumerate(order)
-            if self.tokens[index] != count and (self.tokens[index] or place >= reached > 0)
+            if self.tokens[index] != self.end and (self.tokens[index] or place >= reached > 0)
         ]
 
     def crop(self, num_tokens: int) -> None:
@@ -96,8 +96,8 @@ class Rows:
 
     def clear(self) -> None:
         """Forget all rows."""
-        counted, record_past = self.equal_rows, self.record_past
-        vars(self).update(vars(Rows(self.tokens)) | {"equal_rows": counted, "record_past": record_past})
+        kept = {"equal_rows": self.equal_rows, "record_past": self.record_past}
+        vars(self).update(vars(Rows(self.tokens)) | kept)
 
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows."""
@@ -106,11 +106,7 @@ class Rows:
         self.batch = len(row_indices)
 
     def checked(self, row_indices: Sequence[int], batch: int) -> list[int]:
-        """Rows counted from the first.
-
-        Raises:
-            PagedCacheError: There are none, or none of that index.
-        """
+        """Rows counted from the first; a PagedCacheError if there are none, or none of that index."""
         bad = [row for row in row_indices if not -batch <= row < batch]
         if bad or not row_indices:
             raise PagedCacheError(
@@ -120,9 +116,9 @@ class Rows:
         return [row % batch for row in row_indices]
 
     def copy(self) -> Rows:
-        """The same for another cache, which has stored no equal rows yet."""
+        """The same for another cache."""
         copied = copy.copy(self)
-        copied.tokens, copied.ids, copied.equal_rows = dict(self.tokens), self.ids.copy(), 0
+        copied.tokens, copied.ids = dict(self.tokens), self.ids.copy()
         return copied
 
     def save(self) -> Restore:
@@ -134,6 +130,25 @@ class Rows:
             restore_ids()
 
         return restore
+
+    def unlike(self, layer_idx: int, held: int) -> CacheMismatchError:
+        """What to raise where a layer holds other tokens than the cache."""
+        return CacheMismatchError(
+            f"layer {layer_idx} holds {held} tokens per row, and the cache {self.end}: a forward ended "
+            "before it came to that layer (layers that were left out, an early exit). "
+            f"`cache.crop({held - self.end})` takes back what the layer has missed, `cache.reset()` "
+            "starts anew"
+        )
+
+    def check_lost(self) -> None:
+        """Raise CacheMismatchError if a forward has moved states on that nobody can take back."""
+        if self.is_lost:
+            raise CacheMismatchError(
+                "a forward failed, or was only to read, after recurrent states had moved on that this model "
+                "keeps in itself, or rows were copied over each other (compile=True) and that was "
+                "interrupted: nobody can take that back; call `cache.reset()` and start from the "
+                "prompt"
+            )
 
     def check_integrity(self) -> None:
         """Raise an AssertionError if the layers disagree."""

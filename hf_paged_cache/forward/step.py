@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING
 from hf_paged_cache.errors import CacheMismatchError
 from hf_paged_cache.host import running_forward
 
-from .undo import Undo
-
 if TYPE_CHECKING:
     import torch
 
     from hf_paged_cache.host.frames import Frame
 
     from .left_padding import Padding
+    from .undo import Undo
 
 
 @dataclass(slots=True)
@@ -37,26 +36,24 @@ class Step:
     """A forward in progress, or one that has ended and nobody has looked at since.
 
     Attributes:
-        forward: The forward; None if nobody knows.
+        forward: The forward, if it is one of a model; only then its end can be told.
         start: Tokens of every row before it.
         is_read_only: It was told `use_cache=False`, so that all it does goes when it ends.
         missing: Layers that have yet to write its tokens; None before any has come.
         padding: What was remembered of hidden tokens before it.
         rows_before: Rows before it spread them over more; None if it has not.
-        undo: What it has changed outside the blocks.
-        has_outside: Whether objects outside the blocks change with it; its end is then looked at.
+        undo: Takes back what it changes outside the blocks, None if that is nothing.
         writes: What it has written outside the blocks, where it is no forward of a model.
         ids: `[batch, tokens]` that it was given; None if it shows none.
     """
 
-    forward: Frame | None
+    forward: Frame
     start: int
     is_read_only: bool = False
     missing: int | None = None
     padding: Padding | None = None
     rows_before: int | None = None
-    undo: Undo = field(default_factory=Undo)
-    has_outside: bool = False
+    undo: Undo | None = None
     writes: set[Hashable] = field(default_factory=set)
     ids: torch.Tensor | None = None
 
@@ -66,21 +63,16 @@ class Step:
         return self.missing is not None and (self.missing > 0 or self.is_read_only)
 
     @property
-    def is_of_model(self) -> bool:
-        """Whether it is a forward of a model, whose end can be told."""
-        return self.forward is not None and self.forward.is_known
-
-    @property
     def is_over(self) -> bool:
         """Whether its forward has ended; False if nobody knows."""
-        return self.is_of_model and self.forward is not None and not self.forward.is_running()
+        return self.forward.is_known and not self.forward.is_running()
 
     def has_returned(self) -> bool | None:
         """Whether its forward, which is over, has come to its end; None if it cannot be told.
 
         Of a loop without a model no more is known than that it went on.
         """
-        return self.forward.has_returned() if self.is_of_model and self.forward is not None else True
+        return self.forward.has_returned() if self.forward.is_known else True
 
     def goes_on(self, write: Hashable | None) -> bool:
         """Whether a use of the cache now is part of it.
@@ -89,9 +81,19 @@ class Step:
             write: What is written, for callers that are no forward of a model: the same thing written once
                 more means the next round. None for a read.
         """
-        if self.is_of_model:
+        if self.forward.is_known:
             return not self.is_over
         return not running_forward.current().forward.is_known and (write is None or write not in self.writes)
+
+    def unknown_end(self) -> CacheMismatchError:
+        """What to raise where it cannot be told whether it has come to its end."""
+        what = "it cannot be told whether the last forward failed"
+        if self.is_open:
+            what = (
+                f"the last forward did not reach {self.missing} of the layers, and it cannot be told whether "
+                "it was to end there or failed"
+            )
+        return CacheMismatchError(f"{what}. Call `cache.reset()`, and start from the prompt")
 
 
 def no_new_tokens(layer_idx: int, held: int) -> CacheMismatchError:

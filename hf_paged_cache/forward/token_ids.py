@@ -1,8 +1,7 @@
-"""Which token ids the rows of a cache stand for, as far as somebody has said so."""
+"""Token ids that the rows of a cache stand for, as far as they are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from hf_paged_cache.host.frames import Frame
     from hf_paged_cache.host.running_forward import ModelCall
+    from hf_paged_cache.store.holder import Restore
 
 _BEGINNING = 16
 """Tokens that tell one text from another."""
@@ -37,7 +37,7 @@ class TokenIds:
     def __init__(self) -> None:
         self.count = 0
         self._ids = np.empty((0, 0), dtype=np.int64)
-        self._told: Ids | None = None
+        self._prompt: Ids | None = None
 
     @property
     def known(self) -> torch.Tensor:
@@ -45,30 +45,19 @@ class TokenIds:
         return torch.from_numpy(self._ids[:, : self.count].copy())
 
     def feed(self, start: int, end: int, rows: int, ids: torch.Tensor | None) -> None:
-        """Note the tokens `start … end - 1` of a forward.
-
-        Args:
-            start: Tokens before it.
-            end: Tokens with it.
-            rows: Rows.
-            ids: `[rows, end - start]` if the forward shows them; anything else counts as None.
-        """
+        """Note the tokens `start … end - 1` of a forward, if it shows their ids `[rows, end - start]`."""
         if start != self.count:
             return
         if ids is not None and ids.shape == (rows, end - start) and not ids.is_floating_point():
             if ids.is_cpu or end - start > 1:  # a device would be waited for at every token
                 self._put(ids.detach().cpu().numpy(), start, end)
-        elif self._told is not None and self._told.shape[0] == rows and self._told.shape[1] >= end:
-            self._put(self._told[:, start:end], start, end)
+        elif (prompt := self._prompt) is not None and prompt.shape[0] == rows and prompt.shape[1] >= end:
+            self._put(prompt[:, start:end], start, end)
 
     def check_prompt(self, ids: torch.Tensor) -> None:
-        """Raise unless a prompt begins with what is known; it then tells of later tokens.
+        """Raise CacheMismatchError unless a prompt `[rows, tokens]` begins with what is known.
 
-        Args:
-            ids: `[rows, tokens]`, of as many rows, or of more where all rows of one cached sequence go on.
-
-        Raises:
-            CacheMismatchError: It disagrees; the message says where.
+        It may have more rows where all of them go on from one cached sequence. It then tells of later tokens.
         """
         shared = self.shared_prefix(ids)
         if shared < min(self.count, ids.shape[1]):
@@ -77,14 +66,10 @@ class TokenIds:
                 f"{self.count} known ones). `cache.truncate_to(input_ids)` keeps what they share, "
                 "`cache.reset()` starts anew"
             )
-        self._told = ids.detach().cpu().numpy()
+        self._prompt = ids.detach().cpu().numpy()
 
     def check_restart(self, ids: torch.Tensor | None) -> None:
-        """Raise if new ids `[rows, tokens]` begin as the cached text does: they would be fed once more.
-
-        Raises:
-            CacheMismatchError: They do.
-        """
+        """Raise CacheMismatchError if ids `[rows, tokens]` to be fed begin as the cached text does."""
         if ids is None or not self.count or ids.shape[0] != self._ids.shape[0]:
             return
         if (ids[:, 0].detach().cpu().numpy() == self._ids[:, 0]).all():
@@ -110,11 +95,7 @@ class TokenIds:
         return length if same.all() else int(same.argmin())
 
     def commit(self, ids: torch.Tensor, length: int) -> None:
-        """Learn the ids of all `length` cached tokens.
-
-        Raises:
-            PagedCacheError: There are too few, or they disagree with what a forward was fed.
-        """
+        """Learn the ids of all `length` cached tokens; a PagedCacheError if they disagree with known ones."""
         if ids.shape[1] < length:
             raise PagedCacheError(
                 f"input_ids has {ids.shape[1]} tokens per row, but the cache holds {length}; pass the ids of "
@@ -131,33 +112,33 @@ class TokenIds:
 
     def forget_prompt(self) -> None:
         """What a prompt has told is of no forward but those of its `generate`."""
-        self._told = None
+        self._prompt = None
 
     def crop(self, count: int) -> None:
         """Forget all but the first tokens."""
         self.count = min(self.count, count)
-        self._told = None
+        self._prompt = None
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Follow rows that were moved."""
         if self.count and list(rows) != list(range(self._ids.shape[0])):
             self._ids = self._ids[list(rows)]
-        self._told = None
+        self._prompt = None
 
-    def save(self) -> Callable[[], None]:
+    def save(self) -> Restore:
         """Remember what is known. Returns what puts it back."""
         attributes = dict(vars(self))  # ids are only ever written behind those that count
         return lambda: vars(self).update(attributes)
 
     def copy(self) -> TokenIds:
         """The same for another cache."""
-        twin = TokenIds()
+        copied = TokenIds()
         if self.count:
-            twin._put(self._ids[:, : self.count], 0, self.count)
-        return twin
+            copied._put(self._ids[:, : self.count], 0, self.count)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenIds:
-        """As `copy`: what was cropped, or told of tokens to come, stays behind."""
+        """As `copy`: what was cropped, or a prompt says of tokens to come, stays behind."""
         return self.copy()
 
     def _put(self, ids: Ids, start: int, end: int) -> None:
@@ -183,25 +164,25 @@ class UncountedText:
         self._count = 0
         self._root: Frame | None = None
 
-    def check(self, call: ModelCall, *, is_warm: bool, is_counted: bool) -> None:
-        """Look at the ids of a forward that begins.
+    def check(self, call: ModelCall) -> None:
+        """Raise CacheMismatchError if a prompt begins as the text does that a cache was fed already."""
+        ids, held = call.input_ids, self._ids
+        if ids is None or held is None or not call.is_generating or call.root == self._root:
+            return
+        if ids.shape[0] != held.shape[0] or not 1 < self._count <= ids.shape[1]:
+            return
+        known = held[:, : self._count]
+        if torch.equal(ids[:, : known.shape[1]], known.to(ids.device)):
+            raise CacheMismatchError(
+                f"the prompt of {ids.shape[1]} tokens begins as the {self._count} that the cache was fed "
+                "already do, and the cache of a model without attention does not know which are new. Pass "
+                "the new ids alone, or `cache.reset()` and feed everything"
+            )
 
-        Args:
-            call: What the stack says of it.
-            is_warm: Whether the cache holds something.
-            is_counted: Whether some layer counts tokens; then there is nothing to do.
-
-        Raises:
-            CacheMismatchError: A prompt begins as the text that was fed already does.
-        """
+    def begin(self, call: ModelCall, *, is_warm: bool) -> None:
+        """Count the tokens of a forward that `check` has let pass; a cache that is not warm is empty."""
         ids = call.input_ids
-        if ids is not None and is_warm and not is_counted and call.is_generating and call.root != self._root:
-            self._check(ids)
-
-    def begin(self, call: ModelCall, *, is_warm: bool, is_counted: bool) -> None:
-        """Count the tokens of a forward that `check` has let pass."""
-        ids = call.input_ids
-        if is_counted or ids is None:
+        if ids is None:
             return
         self._root = call.root
         if not is_warm:
@@ -212,17 +193,6 @@ class UncountedText:
         """Make the rows copies of the given old rows."""
         if self._ids is not None and max(rows) < self._ids.shape[0]:
             self._ids = self._ids[list(rows)]
-
-    def _check(self, ids: torch.Tensor) -> None:
-        if self._ids is None or ids.shape[0] != self._ids.shape[0] or not 1 < self._count <= ids.shape[1]:
-            return
-        known = self._ids[:, : self._count]
-        if torch.equal(ids[:, : known.shape[1]], known.to(ids.device)):
-            raise CacheMismatchError(
-                f"the prompt of {ids.shape[1]} tokens begins as the {self._count} that the cache was fed "
-                "already do, and the cache of a model without attention does not know which are new. Pass "
-                "the new ids alone, or `cache.reset()` and feed everything"
-            )
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_root": None}  # a call of the original's

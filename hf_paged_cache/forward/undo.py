@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-
-
-class _Kept(NamedTuple):
-    """What a tensor of an object contained."""
-
-    tensor: torch.Tensor
 
 
 class Undo:
@@ -21,58 +15,42 @@ class Undo:
     """
 
     def __init__(self) -> None:
-        self._saved: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._saved: dict[int, tuple[Any, dict[str, Any], bool]] = {}  # with `clone`
 
-    def save(self, part: Any, *, clone: bool = True) -> None:
-        """Remember what an object holds now. Saving it once more changes nothing.
+    def save(self, owner: Any, *, clone: bool = True) -> None:
+        """Remember what an object holds now, its tensors cloned. Saving it once more changes nothing."""
+        if id(owner) not in self._saved:
+            self._saved[id(owner)] = owner, _copied(vars(owner), clone), clone
 
-        Args:
-            part: Any object with a `__dict__`.
-            clone: Clone its tensors; False where they are only ever replaced.
-        """
-        if id(part) not in self._saved:
-            self._saved[id(part)] = part, _held(vars(part), clone)
-
-    def kept(self, part: Any) -> dict[str, Any]:
+    def kept(self, owner: Any) -> dict[str, Any]:
         """The attributes that an object had when it was saved."""
-        _, held = self._saved[id(part)]
-        return {name: _unpacked(value) for name, value in held.items()}
+        _, held, clone = self._saved[id(owner)]
+        attributes: dict[str, Any] = _copied(held, clone)
+        return attributes
 
     def restore(self) -> None:
         """Put every object back as it was when it was saved, and forget them."""
         self.put_back()
-        self.clear()
+        self._saved = {}
 
     def put_back(self) -> None:
         """Put every object back as it was when it was saved, so that this can be done again."""
-        for part, held in self._saved.values():
-            attributes = _unpacked(held)
-            for name in vars(part).keys() - attributes.keys():
-                delattr(part, name)
-            vars(part).update(attributes)
+        for owner, _, _ in self._saved.values():
+            attributes = self.kept(owner)
+            for name in vars(owner).keys() - attributes.keys():
+                delattr(owner, name)
+            vars(owner).update(attributes)
 
-    def clear(self) -> None:
-        """Let the objects stay as they are."""
-        self._saved = {}
-
-    def __getstate__(self) -> list[tuple[Any, dict[str, Any]]]:
+    def __getstate__(self) -> list[tuple[Any, dict[str, Any], bool]]:
         return list(self._saved.values())
 
-    def __setstate__(self, state: list[tuple[Any, dict[str, Any]]]) -> None:
-        self._saved = {id(part): (part, held) for part, held in state}
+    def __setstate__(self, state: list[tuple[Any, dict[str, Any], bool]]) -> None:
+        self._saved = {id(saved[0]): saved for saved in state}
 
 
-def _held(value: Any, clone: bool) -> Any:
+def _copied(value: Any, clone: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Kept(value.detach().clone()) if clone else value
+        return value.detach().clone() if clone else value
     if isinstance(value, dict):
-        return {key: _held(item, clone) for key, item in value.items()}
-    return value
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, _Kept):
-        return value.tensor.clone()
-    if isinstance(value, dict):
-        return {key: _unpacked(item) for key, item in value.items()}
+        return {key: _copied(item, clone) for key, item in value.items()}
     return value

@@ -3,10 +3,9 @@
 K and V of a token depend on all that ran before them: embeddings, every earlier layer, adapters. So they
 belong to a whole model, and what is remembered of it are facts, no values: which tensor objects it has, where
 their memory lies, how many writes torch has counted in each, and how many steps of optimizers, of which the
-fused ones do not count as writes. Parameters count, and buffers that a
-checkpoint holds; a buffer that is made anew from the config (as those of rotary embeddings) does not, nor
-does a single integer, which counts something. Of adapters it is which are active, disabled, or merged, and
-with what scale, under the names that `peft` has for it.
+fused ones do not count as writes. Parameters count, and buffers that a checkpoint holds; a buffer that is
+made anew from the config (as those of rotary embeddings) does not, nor does a single integer, which counts
+something. Of adapters it is which are active, disabled, or merged, and with what scale, as `peft` names it.
 
 Not seen: writes through `tensor.data` into memory that stays in place, or by code that torch does not know;
 weights that are changed while others keep them for a model (offloading hooks, FSDP, ZeRO), since those are
@@ -30,7 +29,7 @@ import copy
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -61,30 +60,30 @@ class _Weight:
         name: As in `named_parameters`; inner tensors of a subclass have that of the whole.
         shape: Its shape.
         dtype: Its dtype.
+        is_buffer: Whether it is a buffer, or part of one.
         tensor: The tensor, if it still lives; None if others put it there for the time of a forward.
         address: Of its memory; 0 if it has none, or none of its own.
         version: Writes that torch has counted; None for an inference tensor.
         steps: Of optimizers, since models are looked at.
-        is_buffer: Whether it is a buffer, or part of one.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tensor: weakref.ref[torch.Tensor] | None
-    address: int
-    version: int | None
-    steps: int
     is_buffer: bool
+    tensor: weakref.ref[torch.Tensor] | None = None
+    address: int = 0
+    version: int | None = None
+    steps: int = 0
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, *, is_moved: bool, is_buffer: bool) -> _Weight:
         shape, dtype = tuple(tensor.shape), tensor.dtype
         if is_moved or tensor.is_meta:
-            return cls(name, shape, dtype, None, 0, None, 0, is_buffer)
+            return cls(name, shape, dtype, is_buffer)
         version = None if tensor.is_inference() else tensor._version
         address, steps = _address_of(tensor), _steps[id(tensor)]
-        return cls(name, shape, dtype, weakref.ref(tensor), address, version, steps, is_buffer)
+        return cls(name, shape, dtype, is_buffer, weakref.ref(tensor), address, version, steps)
 
     def difference(self, now: _Weight) -> str | None:
         """How a tensor in the same place differs; None if nothing tells it from this one."""
@@ -106,18 +105,14 @@ class _Weight:
 
     def saved(self) -> SavedWeight:
         """What can be said to another process; of values only if they are still there, and plain."""
-        tensor = None if self.tensor is None else self.tensor()
-        if tensor is not None and self._has_changed(tensor):
-            tensor = None  # it holds something else by now
-        digest = None if tensor is None else _digest(tensor)
+        tensor, digest = None if self.tensor is None else self.tensor(), None
+        if tensor is not None and self.difference(self.as_now(tensor)) is None:
+            digest = _digest(tensor)
         return SavedWeight(list(self.shape), str(self.dtype), digest)
 
     def as_now(self, tensor: torch.Tensor) -> _Weight:
         """What is known now of this tensor, or of a copy of it."""
         return _Weight.of(self.name, tensor, is_moved=False, is_buffer=self.is_buffer)
-
-    def _has_changed(self, tensor: torch.Tensor) -> bool:
-        return self.difference(self.as_now(tensor)) is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -228,10 +223,6 @@ class _Watch:
 
     It lies in the model itself. It keeps the dicts of its modules, but of what is in them identities only, so
     that a tensor which is replaced is free at once.
-
-    Attributes:
-        model: Whose weights.
-        weights: The facts about them.
     """
 
     def __init__(self, model: torch.nn.Module, before: Weights | None) -> None:
@@ -239,11 +230,18 @@ class _Watch:
         self.model = weakref.ref(model)
         survey = _Survey()
         survey.visit(model, "", is_moved=False)
-        adapted = [module for module in survey.modules if _adapters_of(module) is not None]
-        self._adapters = [_adapters_of(module) for module in adapted]
+        adapted = [weakref.ref(module) for module in survey.modules if _adapters_of(module) is not None]
+        counted = [weight.tensor for weight in survey.weights if weight.version is not None]
+        placed = [weight.tensor for weight in survey.weights if weight.address]
+        self._watched: list[tuple[Callable[[Any], Any], list[Any]]] = [
+            (_version, counted),
+            (_address, placed),
+            (_adapters_of, adapted),
+        ]
+        self._before = self._now()
         modules = frozenset(map(id, survey.modules))
         has_buffers = any(weight.is_buffer for weight in survey.weights)
-        self.weights = Weights(self.model, modules, survey.weights, tuple(self._adapters), has_buffers)
+        self.weights = Weights(self.model, modules, survey.weights, tuple(self._before[-1]), has_buffers)
         if before is not None and before.modules == modules and before.difference(self.weights) is None:
             self.weights = before  # caches hold it already
         self._all_steps = _steps[_ALL]
@@ -251,11 +249,6 @@ class _Watch:
         self._modules = [weakref.ref(module, self._gone.append) for module in survey.modules]
         self._dicts = [each.values() for module in survey.modules for each in _dicts_of(module)]
         self._members = list(map(id, chain.from_iterable(self._dicts)))
-        self._adapted = [weakref.ref(module) for module in adapted]
-        counted = [weight for weight in survey.weights if weight.version is not None]
-        placed = [weight for weight in survey.weights if weight.address]
-        self._counted, self._versions = [each.tensor for each in counted], [each.version for each in counted]
-        self._placed, self._addresses = [each.tensor for each in placed], [each.address for each in placed]
 
     def is_unchanged(self) -> bool:
         """Whether all is as it was when this was made."""
@@ -264,12 +257,13 @@ class _Watch:
                 not self._gone
                 and self._all_steps == _steps[_ALL]
                 and list(map(id, chain.from_iterable(self._dicts))) == self._members
-                and list(map(_version, _alive(self._counted))) == self._versions
-                and list(map(_address, _alive(self._placed))) == self._addresses
-                and list(map(_adapters_of, _alive(self._adapted))) == self._adapters
+                and self._now() == self._before
             )
         except (AttributeError, TypeError, RuntimeError):  # a tensor is gone, or lost its memory
             return False
+
+    def _now(self) -> list[list[Any]]:
+        return [list(map(fact, [each() for each in references])) for fact, references in self._watched]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch | None:
         """That of a copy of the model, which looks anew, and finds what copies of caches know of it.
@@ -282,10 +276,10 @@ class _Watch:
         with torch._C.DisableTorchFunctionSubclass():
             weights = copy.deepcopy(weights_of(model), memo)
             weights.move_to_copy(memo)
-        twin = _Watch.__new__(_Watch)
-        twin.model, twin.weights = weights.model, weights
-        twin._gone = [None]  # so that the first who asks has it made anew
-        return twin
+        copied = _Watch.__new__(_Watch)
+        copied.model, copied.weights = weights.model, weights
+        copied._gone = [None]  # so that the first who asks has it made anew
+        return copied
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A model in a file has none."""
@@ -293,12 +287,7 @@ class _Watch:
 
 
 class _Survey:
-    """What a model consists of.
-
-    Attributes:
-        modules: Itself and those below it.
-        weights: Its tensors that count.
-    """
+    """What a model consists of: itself and the modules below it, and the tensors that count."""
 
     def __init__(self) -> None:
         self.modules: list[torch.nn.Module] = []
@@ -308,13 +297,9 @@ class _Survey:
     def visit(
         self, module: torch.nn.Module, name: str, *, is_moved: bool, keys: frozenset[str] | None = None
     ) -> None:
-        """Take in a module.
+        """Take in a module whose tensors' names begin with `name`.
 
-        Args:
-            module: The module.
-            name: Prefix of its tensors' names.
-            is_moved: Whether others move the weights of a module around it.
-            keys: The only members that count; None for all.
+        `is_moved` if others move the weights of a module around it; `keys` are the only members that count.
         """
         if id(module) in self._seen:
             return
@@ -323,9 +308,8 @@ class _Survey:
         is_moved = is_moved or _is_moved(module)
         converts = type(module).__module__.partition(".")[0] in _CONVERTING
         transient = module._non_persistent_buffers_set
-        given: dict[str, torch.Tensor | None] = {
-            **module._parameters
-        }  # FSDP and others put plain tensors there
+        # FSDP and others put plain tensors there.
+        given: dict[str, torch.Tensor | None] = {**module._parameters}
         for key, tensor in given.items():
             if tensor is not None and (keys is None or key in keys):
                 # Made for the time of a forward, or to be: the second is a mark of DeepSpeed's.
@@ -349,7 +333,7 @@ class _Survey:
             return
         self._seen.add(id(tensor))
         if converts:
-            self.weights.append(_Weight(name, (), torch.uint8, None, 0, None, 0, is_buffer))
+            self.weights.append(_Weight(name, (), torch.uint8, is_buffer))
             return
         self.weights.append(_Weight.of(name, tensor, is_moved=is_moved, is_buffer=is_buffer))
         if hasattr(tensor, "__tensor_flatten__") and not is_moved:
@@ -414,10 +398,6 @@ def _dicts_of(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
 def _is_count(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-
-
-def _alive(references: list[Any]) -> list[Any]:
-    return [reference() for reference in references]
 
 
 def _address_of(tensor: torch.Tensor) -> int:

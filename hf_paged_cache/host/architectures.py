@@ -5,6 +5,7 @@ Read from the configs; where a config does not say it, from the tables here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,10 +139,8 @@ def layers_without_indexer(config: PreTrainedConfig) -> set[int]:
 
 def chunk_fault(config: PreTrainedConfig) -> str | None:
     """Why the model cannot take several new tokens at once after a history; None if it can."""
-    decoder = config.get_text_config(decoder=True)
-    for model_type in (config.model_type, decoder.model_type):
-        if model_type in _CHUNK_FAULTS:
-            fault = _CHUNK_FAULTS[model_type]
+    for model_type in (config.model_type, config.get_text_config(decoder=True).model_type):
+        if fault := _CHUNK_FAULTS.get(model_type):
             return f"models of type {model_type!r} go wrong with it, whatever the cache: {fault}"
     return None
 
@@ -171,8 +170,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     """Longest sequence the model was made for, if its config says."""
     decoder = config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
-    values = (getattr(decoder, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
+    return next((value for value in _ints_of(decoder, *names) if value > 0), None)
 
 
 def host_layer(layer_type: str, kwargs: dict[str, Any]) -> Any:
@@ -219,14 +217,13 @@ def _head_shapes(decoder: PreTrainedConfig, count: int) -> list[tuple[int | None
     if getattr(decoder, "is_heterogeneous", False):
         # Read as a whole, such a config raises for what differs between its layers.
         configs = [decoder.per_layer_config[index] for index in range(count)]
-    return [
-        (_int_of(c, "num_key_value_heads", "num_attention_heads"), _int_of(c, "head_dim")) for c in configs
-    ]
+    names = ("num_key_value_heads", "num_attention_heads")
+    return [(next(_ints_of(c, *names), None), next(_ints_of(c, "head_dim"), None)) for c in configs]
 
 
-def _int_of(config: PreTrainedConfig, *names: str) -> int | None:
+def _ints_of(config: PreTrainedConfig, *names: str) -> Iterator[int]:
     values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), None)
+    return (value for value in values if isinstance(value, int))
 
 
 _POSITION_FREE = ("bloom", "t5", "mt5", "umt5", "switch_transformers", "longt5")

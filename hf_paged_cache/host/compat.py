@@ -28,11 +28,7 @@ _CROP_KEEPS_WHEN_POSITIVE = Version("5.18") > VERSION
 
 
 def resolve_config(config_or_model: object) -> tuple[PreTrainedConfig, torch.nn.Module | None]:
-    """The config meant by a config or a model, and the model if that was given.
-
-    Raises:
-        PagedCacheError: It is neither.
-    """
+    """The config meant by a config or a model, and the model if that was given; else PagedCacheError."""
     if isinstance(config_or_model, PreTrainedConfig):
         return config_or_model, None
     config = getattr(config_or_model, "config", None)
@@ -61,8 +57,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 def tokens_to_remove(argument: int, length: int) -> int:
     """What `crop(argument)` means in the installed version: tokens to take from a cache of `length` tokens.
 
-    Raises:
-        PagedCacheError: A positive number where the installed version has none.
+    PagedCacheError for a positive number where that has none.
     """
     argument = int(argument)  # 5.17 passes a tensor
     if argument <= 0:
@@ -122,16 +117,26 @@ def pickle_with(config_class: type, plain_name: Callable[[str], str]) -> None:
     copyreg.pickle(config_class, reduce)
 
 
-def attention_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:
-    """The attention function that `module` would use under `implementation`.
+_eager_functions: dict[type, Callable[..., Any]] = {}
 
-    Raises:
-        CacheMismatchError: The module's own eager function cannot be found.
-    """
-    if implementation == "eager":
-        return _eager_function(type(module))
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
-    return function
+
+def attention_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention function that a module would use; CacheMismatchError if its own cannot be found."""
+    if implementation != "eager":
+        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
+        return function
+    owner = type(module)
+    if owner in _eager_functions:  # no functools.cache: compiled steps come by here
+        return _eager_functions[owner]
+    # Eager attention is no registered name: every modeling file has its own.
+    for file in (owner.forward.__module__, *(base.__module__ for base in owner.__mro__)):
+        found = getattr(sys.modules.get(file), "eager_attention_forward", None)
+        if found is not None:
+            return _eager_functions.setdefault(owner, found)
+    raise CacheMismatchError(
+        f"{owner.__name__} has no `eager_attention_forward` beside it, so its eager attention cannot "
+        "be called; load the model with attn_implementation='sdpa'"
+    )
 
 
 def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -162,23 +167,6 @@ def mask_function(implementation: str) -> Callable[..., Any]:
 def is_plain_causal(mask_function: object) -> bool:
     """Whether a mask pattern is causality and nothing else."""
     return mask_function is _masking.causal_mask_function
-
-
-_eager_functions: dict[type, Callable[..., Any]] = {}
-
-
-def _eager_function(module_class: type[torch.nn.Module]) -> Callable[..., Any]:
-    """Eager attention is no registered name: every modeling file has its own."""
-    if module_class in _eager_functions:  # no functools.cache: compiled steps come by here
-        return _eager_functions[module_class]
-    for file in (module_class.forward.__module__, *(base.__module__ for base in module_class.__mro__)):
-        function = getattr(sys.modules.get(file), "eager_attention_forward", None)
-        if function is not None:
-            return _eager_functions.setdefault(module_class, function)
-    raise CacheMismatchError(
-        f"{module_class.__name__} has no `eager_attention_forward` beside it, so its eager attention cannot "
-        "be called; load the model with attn_implementation='sdpa'"
-    )
 
 
 def attention_configs(config_or_model: object) -> Iterator[tuple[PreTrainedConfig, str]]:

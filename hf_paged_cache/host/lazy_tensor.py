@@ -143,17 +143,15 @@ def dense(tensor: Any) -> Any:
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The plain tensors inside tuples, lists, dicts, and tensors that are made of others."""
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            yield from plain_tensors([getattr(value, name) for name in names])
-        else:
-            yield value
-    elif isinstance(value, dict):
-        yield from plain_tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from plain_tensors(item)
+    parts: list[Any] = []
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        parts = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    elif isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        parts = [*(value.values() if isinstance(value, dict) else value)]
+    for part in parts:
+        yield from plain_tensors(part)
 
 
 def _mapped(kind: type[_Tensor], function: Callable[[_Tensor], Any], value: Any) -> Any:

@@ -104,15 +104,14 @@ def current() -> ModelCall:
     whole = model if outer is None or outer is inner else outer.f_locals.get("self")
     if whole is None and module is not None:
         whole = module.f_locals.get("self")
-    # Falcon takes positions, and with ALiBi has no use for them.
-    has_positions = names.get("alibi") is None
     return ModelCall(
         Frame.of(inner),
         Frame.of(root),
         weakref.ref(model) if isinstance(model, PreTrainedModel) else None,
         weakref.ref(whole) if isinstance(whole, torch.nn.Module) else None,
         None if inner is None else _use_cache(inner, model, names, given),
-        tensor_in(names, "position_ids") if has_positions else None,
+        # Falcon takes positions, and with ALiBi has no use for them.
+        tensor_in(names, "position_ids") if names.get("alibi") is None else None,
         tensor_in(names, "attention_mask"),
         "attention_mask" in names and names["attention_mask"] is None,
         tensor_in(names, "input_ids"),

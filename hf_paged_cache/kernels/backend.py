@@ -16,6 +16,30 @@ if TYPE_CHECKING:
     from .torch.partial_softmax import Partial
 
 
+class ConvertBlocks(Protocol):
+    """Conversion of full blocks between `keys[slots[i]]`, `values[slots[i]]` and `records[ids[i]]`."""
+
+    def __call__(
+        self,
+        form: RecordFormat,
+        records: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: list[int],
+        ids: list[int],
+    ) -> None:
+        """Convert, all layers of a pool at once.
+
+        Args:
+            form: What the bytes of the records mean.
+            records: uint8 `[num_blocks, layers, kv_heads, nbytes]`.
+            keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
+            values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
+            slots: Distinct slots.
+            ids: As many distinct records.
+        """
+
+
 class Backend(Protocol):
     """Functions over the blocks of one layer, or over pools.
 
@@ -81,39 +105,13 @@ class Backend(Protocol):
             dst: As many distinct block ids to overwrite.
         """
 
-    def encode_blocks(
-        self,
-        form: RecordFormat,
-        records: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slots: list[int],
-        ids: list[int],
-    ) -> None:
-        """Seal full blocks, all layers of a pool at once: `records[ids[i]]` becomes `keys[slots[i]]`.
+    @property
+    def encode_blocks(self) -> ConvertBlocks:
+        """Seals full blocks: `records` are changed in place."""
 
-        Args:
-            form: What the bytes of the records mean.
-            records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
-            keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
-            values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
-            slots: Slots to read.
-            ids: As many distinct records to overwrite.
-        """
-
-    def decode_blocks(
-        self,
-        form: RecordFormat,
-        records: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slots: list[int],
-        ids: list[int],
-    ) -> None:
-        """The way back, for blocks that are written to again: `keys[slots[i]]` becomes `records[ids[i]]`.
-
-        Arguments are as in `encode_blocks`; here `keys` and `values` are changed.
-        """
+    @property
+    def decode_blocks(self) -> ConvertBlocks:
+        """The way back, for blocks that are written to again: `keys` and `values` are changed in place."""
 
 
 class PrefillBackend(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -104,8 +104,8 @@ class LayerBlocks:
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # What a backend prepared points into these very tensors, and a copy has others.
-        kept = ("keys", "values", "table", "lengths", "records", "form", "offsets", "dense_columns", "fault")
-        return None, {name: getattr(self, name) for name in kept} | {"native": None, "choice": None}
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        return None, kept | {"native": None, "choice": None}
 
     @property
     def block_size(self) -> int:

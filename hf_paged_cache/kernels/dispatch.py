@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_paged_cache.formats import RecordFormat
 
     from . import cpp, reference, triton
-    from .backend import Backend, PrefillBackend
+    from .backend import Backend, ConvertBlocks, PrefillBackend
     from .call import Attention
     from .torch import torch_kernels
 
@@ -61,9 +61,8 @@ class _Entry:
 
     def serves(self, device: torch.device, *, is_forced: bool) -> bool:
         """Whether it is made for a device."""
-        if self.devices is None:
-            return True
-        return device.type in self.devices or (is_forced and device.type in self.when_forced)
+        devices = self.devices
+        return devices is None or device.type in (devices | self.when_forced if is_forced else devices)
 
     def load(self) -> Backend:
         return cast("Backend", importlib.import_module(self.module, __package__))
@@ -111,42 +110,24 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
         return keys, values
 
 
-def encode_blocks(
-    form: RecordFormat,
-    records: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: list[int],
-    ids: list[int],
-) -> None:
-    """As `Backend.encode_blocks`."""
-    with without_autocast(keys):
-        _pool_backend(keys, form).encode_blocks(form, records, keys, values, slots, ids)
+def _conversion(name: str) -> ConvertBlocks:
+    """The conversion of that name, by the backend that serves the layers of a quantized pool."""
+
+    def convert(form: RecordFormat, records: torch.Tensor, keys: torch.Tensor, *others: Any) -> None:
+        layer = LayerBlocks(
+            keys.new_empty(0, *keys.shape[2:]),
+            keys.new_empty(0, *keys.shape[2:4], form.v_head_dim),
+            torch.empty(1, 1, dtype=torch.int32, device=keys.device),
+            records=torch.empty(1, keys.shape[2], form.nbytes, dtype=torch.uint8, device=keys.device),
+            form=form,
+        )
+        with without_autocast(keys):
+            getattr(_choice(layer)[1], name)(form, records, keys, *others)
+
+    return cast("ConvertBlocks", convert)
 
 
-def decode_blocks(
-    form: RecordFormat,
-    records: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: list[int],
-    ids: list[int],
-) -> None:
-    """As `Backend.decode_blocks`."""
-    with without_autocast(keys):
-        _pool_backend(keys, form).decode_blocks(form, records, keys, values, slots, ids)
-
-
-def _pool_backend(keys: torch.Tensor, form: RecordFormat) -> Backend:
-    """The backend that serves the layers of a quantized pool."""
-    empty = LayerBlocks(
-        keys.new_empty(0, *keys.shape[2:]),
-        keys.new_empty(0, *keys.shape[2:4], form.v_head_dim),
-        torch.empty(1, 1, dtype=torch.int32, device=keys.device),
-        records=torch.empty(1, keys.shape[2], form.nbytes, dtype=torch.uint8, device=keys.device),
-        form=form,
-    )
-    return _choice(empty)[1]
+encode_blocks, decode_blocks = _conversion("encode_blocks"), _conversion("decode_blocks")
 
 
 def prefill_backend(blocks: LayerBlocks) -> PrefillBackend | None:
@@ -207,7 +188,9 @@ def explain(blocks: LayerBlocks) -> list[Explanation]:
         elif taken:
             standing, reason = Standing.SLOWER, Standing.SLOWER.value
         else:
-            standing, reason, taken = Standing.RUNS, _will_run(entry), True
+            isa = getattr(entry.load(), "isa", None)
+            reason = "will run" if isa is None else f"will run ({isa()})"
+            standing, taken = Standing.RUNS, True
         found.append(Explanation(name, standing, reason))
     return found
 
@@ -265,11 +248,6 @@ def _refusal(entry: _Entry, is_forced: bool, device: torch.device, blocks: Layer
     if reason is None and hasattr(backend, "unusable_reason"):
         reason = backend.unusable_reason(device)
     return reason
-
-
-def _will_run(entry: _Entry) -> str:
-    isa = getattr(entry.load(), "isa", None)
-    return "will run" if isa is None else f"will run ({isa()})"
 
 
 def _forced() -> str | None:

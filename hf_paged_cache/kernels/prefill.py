@@ -8,7 +8,6 @@ history needs no mask, and no head is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,18 +35,9 @@ def attend_with_history(
     """Attend the stored tokens `[a.start, a.end)`, the history, and the fresh ones of the queries.
 
     Query i stands at position `a.end + i`. Whether the fresh tokens have been written to blocks already makes
-    no difference: they are never read from there.
-
-    Args:
-        blocks: The history. Not changed.
-        a: The question. Its mask is broadcastable to `[batch, q_heads, q_tokens, history + q_tokens]`,
-            history first; fresh tokens before a row begins need not be hidden by it.
-        fresh_keys: `[batch, kv_heads, q_tokens, head_dim]`, in the query's dtype.
-        fresh_values: `[batch, kv_heads, q_tokens, v_head_dim]`.
-
-    Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]`, contiguous, in the query's dtype; zeros where a query sees
-        nothing.
+    no difference: they are never read from there. The mask is broadcastable to `[batch, q_heads, q_tokens,
+    history + q_tokens]`, history first; fresh tokens before a row begins need not be hidden by it. Fresh K
+    and V are `[batch, kv_heads, q_tokens, head_dim]`, in the query's dtype. Returns as `Backend.decode`.
     """
     history, q_tokens = a.end - a.start, a.query.shape[2]
     read = read_mask(a.query, a.mask, history + q_tokens)
@@ -119,14 +109,18 @@ def _attend_fresh(
 
     def attend_strip(start: int, end: int) -> Partial:
         def among(first: int, last: int, *, causal: bool = False) -> Partial:
+            shown, added = (
+                None if x is None else (x if x.shape[2] == 1 else x[:, :, start:end])[..., first:last]
+                for x in (visible, bias)
+            )
             return attend(
                 query[..., start:end, :],
                 keys[:, :, first:last],
                 values[:, :, first:last],
                 scale=a.scale,
                 softcap=a.softcap,
-                visible=_window_of(visible, start, end, first, last),
-                bias=_window_of(bias, start, end, first, last),
+                visible=shown,
+                bias=added,
                 causal=causal,
             )
 
@@ -135,21 +129,11 @@ def _attend_fresh(
         diagonal = among(start, end, causal=True)
         return diagonal if start == 0 else diagonal.merge(among(0, start))
 
-    strips = [attend_strip(start, end) for start, end in _strips(a)]
+    step = STRIP_TOKENS
+    if not partial_softmax.has_flash(a.query, a.softcap):
+        step = max(16, min(step, torch_kernels.scored_tokens(a)))
+    strips = [attend_strip(start, min(start + step, q_tokens)) for start in range(0, q_tokens, step)]
     if len(strips) == 1:
         return strips[0]
     out = torch.cat([strip.out.to(strip.lse.dtype) for strip in strips], 3)
     return Partial(out, torch.cat([strip.lse for strip in strips], 3))
-
-
-def _window_of(x: torch.Tensor | None, start: int, end: int, first: int, last: int) -> torch.Tensor | None:
-    """Queries `[start, end)` and tokens `[first, last)` of a mask."""
-    return None if x is None else (x if x.shape[2] == 1 else x[:, :, start:end])[..., first:last]
-
-
-def _strips(a: Attention) -> Iterator[tuple[int, int]]:
-    q_tokens, step = a.query.shape[2], STRIP_TOKENS
-    if not partial_softmax.has_flash(a.query, a.softcap):
-        step = max(16, min(step, torch_kernels.scored_tokens(a)))
-    for start in range(0, q_tokens, step):
-        yield start, min(start + step, q_tokens)

@@ -95,8 +95,9 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
     dtype = blocks.keys.dtype
     if blocks.records is not None and dtype != torch.float64:
         dtype = torch.float32
-    keys = blocks.keys.new_zeros(batch, heads, end - start, blocks.keys.shape[3], dtype=dtype)
-    values = blocks.values.new_zeros(batch, heads, end - start, blocks.values.shape[3], dtype=dtype)
+    keys, values = (
+        x.new_zeros(batch, heads, end - start, x.shape[3], dtype=dtype) for x in (blocks.keys, blocks.values)
+    )
     for row in range(batch):
         for column in range(start, end):
             entry, slot = _entry_and_slot(blocks, row, column)
@@ -178,18 +179,12 @@ def _visible_and_bias(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which token a query sees, and what is added to its score: `[batch, q_heads, q_tokens, end - start]`."""
     batch, q_heads, q_tokens, _ = a.query.shape
-    device = a.query.device
-    shape = (batch, q_heads, q_tokens, a.end - a.start)
+    device, columns = a.query.device, range(a.start, a.end)
+    shape = (batch, q_heads, q_tokens, len(columns))
     positions = torch.arange(a.start, a.end, device=device)
-    stored = torch.tensor(
-        [
-            [_entry_and_slot(blocks, row, column)[0] != NULL_BLOCK for column in range(a.start, a.end)]
-            for row in range(batch)
-        ],
-        dtype=torch.bool,
-        device=device,
-    ).view(batch, a.end - a.start)
-    visible = stored[:, None, None, :].expand(shape).clone()
+    stored = [_entry_and_slot(blocks, row, c)[0] != NULL_BLOCK for row in range(batch) for c in columns]
+    visible = torch.tensor(stored, dtype=torch.bool, device=device).view(batch, 1, 1, len(columns))
+    visible = visible.expand(shape).clone()
     first_query = a.end - q_tokens if a.queries_are_last else a.end
     query_positions = torch.arange(first_query, first_query + q_tokens, device=device)[:, None]
     if a.causal:

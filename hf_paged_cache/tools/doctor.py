@@ -246,14 +246,13 @@ def _write_and_attend(name: str, device: torch.device) -> tuple[bool, str]:
 
 def _blocks_of(name: str, device: torch.device) -> LayerBlocks:
     """Empty blocks of one layer in a format."""
-    num_blocks = _BATCH * _BLOCKS
-    kv = kv_format(name)
-    bound = None if kv is None else kv.bind(_BLOCK, _DIM, _DIM)
-    shape = (num_blocks if bound is None else 0, _KV_HEADS, _BLOCK, _DIM)
+    num_blocks, kv = _BATCH * _BLOCKS, kv_format(name)
+    shape = (num_blocks if kv is None else 0, _KV_HEADS, _BLOCK, _DIM)
     keys, values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
     table = torch.arange(num_blocks, dtype=torch.int32, device=device).view(_BATCH, _BLOCKS)
-    if bound is None:
-        return LayerBlocks(keys, values, table, None)
+    if kv is None:
+        return LayerBlocks(keys, values, table)
+    bound = kv.bind(_BLOCK, _DIM, _DIM)
     records = torch.zeros(num_blocks, _KV_HEADS, bound.nbytes, dtype=torch.uint8, device=device)
     return LayerBlocks(keys, values, table, None, records, bound, ())
 

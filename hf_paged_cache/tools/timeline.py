@@ -267,9 +267,17 @@ def _drawn(timelines: Sequence[MemoryTimeline]) -> Figure:
     for axes, (title, quantity, value_of) in zip(all_axes, panels, strict=True):
         axes.set(xlabel="tokens in each row of the cache", ylabel=quantity, title=title)
         for timeline, style in zip(timelines, cycle(_STYLES), strict=False):
-            label = _with_room(timeline) if axes is all_axes[0] else timeline.label
+            label = timeline.label
+            if axes is all_axes[0]:
+                room, largest = byte_unit(timeline.rows[-1].allocated_bytes)
+                label += f"\n({timeline.rows[-1].allocated_bytes / largest:,.1f} {room} set aside)"
             values = [(moment.tokens, value_of(timeline, moment)) for moment in timeline.rows]
-            _draw_line(axes, [point for point in values if point[1] is not None], label, *style)
+            points: list[Any] = [point for point in values if point[1] is not None]
+            if points:
+                line, marker, colour = style
+                every = max(1, len(points) // _MOST_MARKERS)
+                look = {"color": colour, "marker": marker, "markersize": 5, "markevery": every}
+                axes.plot(*zip(*points, strict=True), line, **look, label=label)
         _finish(axes)
         axes.yaxis.get_major_locator().set_params(integer=title == "blocks")
     return figure
@@ -279,18 +287,6 @@ def _grown_mib(timeline: MemoryTimeline, moment: Moment) -> float | None:
     if moment.process_bytes is None:
         return None
     return (moment.process_bytes - (timeline.start_process_bytes or 0)) / 2**20
-
-
-def _with_room(timeline: MemoryTimeline) -> str:
-    unit, size = byte_unit(timeline.rows[-1].allocated_bytes)
-    return f"{timeline.label}\n({timeline.rows[-1].allocated_bytes / size:,.1f} {unit} set aside)"
-
-
-def _draw_line(axes: Any, points: Sequence[Any], label: str, style: str, marker: str, colour: str) -> None:
-    if points:
-        every = max(1, len(points) // _MOST_MARKERS)
-        look = {"color": colour, "marker": marker, "markersize": 5, "markevery": every}
-        axes.plot(*zip(*points, strict=True), style, **look, label=label)
 
 
 def _finish(axes: Any) -> None:

@@ -86,6 +86,7 @@ def test_number_of_static_rows_cannot_change() -> None:
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.full  # what is refused in a graph breaks it into many
 def test_another_number_of_rows_in_a_compiled_step_is_refused() -> None:
     model = model_of("llama")
     cache = static_cache(model)
@@ -96,6 +97,7 @@ def test_another_number_of_rows_in_a_compiled_step_is_refused() -> None:
             step(torch.tensor([[3]], device=DEVICE), **{cache_kwarg(): cache})
 
 
+@pytest.mark.full  # what is refused in a graph breaks it into many
 def test_compiled_first_forward_after_a_reset_is_refused() -> None:
     model = model_of("llama")
     cache, step = static_cache(model), torch.compile(model, backend="aot_eager")
@@ -109,6 +111,7 @@ def test_compiled_first_forward_after_a_reset_is_refused() -> None:
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.full  # what is refused in a graph breaks it into many
 def test_prompt_in_chunks_is_refused_because_generate_compiles_the_first_too() -> None:
     model = model_of("llama")
     for cache in (static_cache(model), static_cache(model)):
@@ -119,6 +122,7 @@ def test_prompt_in_chunks_is_refused_because_generate_compiles_the_first_too() -
     assert torch.equal(generate(model, cache, inputs, compile_config=compile_config()), want)
 
 
+@pytest.mark.full  # what is refused in a graph breaks it into many
 def test_gradients_through_a_compiled_step_are_refused() -> None:
     model = model_of("llama")
     cache, step = static_cache(model), torch.compile(model, backend="aot_eager")
@@ -145,6 +149,7 @@ def test_prompt_of_one_token_is_no_proof_that_an_eager_function_is_the_kernels(
     assert torch.equal(generate(model, static_cache(model), inputs, compile_config=compile_config()), want)
 
 
+@pytest.mark.full  # what is refused in a graph breaks it into many
 def test_compiled_step_after_an_interrupted_forward_is_refused_until_that_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,7 +189,7 @@ def test_first_forward_that_was_interrupted_is_taken_back_also_before_the_first_
     ("changes", "message"),
     [
         pytest.param({"num_key_value_heads": 4}, "2 kv heads, head_dim 16", marks=pytest.mark.full),
-        ({"dtype": torch.bfloat16}, "torch.float32; got K"),
+        pytest.param({"dtype": torch.bfloat16}, "torch.float32; got K", marks=pytest.mark.full),
         ({}, "were not computed by this model"),
     ],
     ids=["heads", "dtype", "weights"],

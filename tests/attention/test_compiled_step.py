@@ -210,7 +210,7 @@ def test_compiled_steps_count_on_the_device_and_the_host_learns_it_when_asked() 
 
 
 def test_other_batch_after_a_reset_shares_the_pool_anew() -> None:
-    model = model_of("mistral")
+    model = model_of("llama")
     cache = static_cache(model)
     for rows in (2, 4, 1):
         inputs = prompt(rows=rows)

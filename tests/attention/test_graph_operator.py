@@ -158,6 +158,7 @@ def test_a_compiled_forward_whose_mask_does_not_cover_the_history_is_refused(
     assert_sound(cache, 40)
 
 
+@pytest.mark.full
 def test_several_forwards_in_one_compiled_function_follow_each_other() -> None:
     model, counter = shared_model("mistral"), CompileCounter()
     cache, stock = paged("mistral"), host_cache(model)
@@ -188,6 +189,7 @@ def test_a_compiled_forward_of_an_encoder_decoder() -> None:
     assert counter.frame_count <= 3
 
 
+@pytest.mark.full
 def test_gradients_pass_through_a_compiled_prompt() -> None:
     model, ids = shared_model("qwen2"), prompt(2, 9)
     with torch.enable_grad():

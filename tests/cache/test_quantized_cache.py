@@ -13,7 +13,7 @@ from transformers import Lfm2Config
 from hf_paged_cache import PagedCache
 from hf_paged_cache.errors import PagedCacheError, UnstorableValueError, UnsupportedLayerError
 from hf_paged_cache.formats import kv_format
-from hf_paged_cache.forward.recurrent_state import HostParts
+from hf_paged_cache.forward.recurrent_state import HostStates
 from hf_paged_cache.store import pool_tensors
 from hf_paged_cache.store.device.fault_flags import Faults
 from tests.blocks.rows import Counted
@@ -337,14 +337,14 @@ def test_notes_of_a_device_stay_until_other_rows_begin(monkeypatch: pytest.Monke
     faults = group._faults[torch.device("cpu")] = Faults(torch.device("cpu"), [0, 1, 2])
     faults.of(1)[0] = 1
     update_all(cache, *states(1))
-    clear = HostParts.clear
+    clear = HostStates.clear
 
-    def clear_and_fail(parts: HostParts) -> None:
-        clear(parts)
+    def clear_and_fail(hosts: HostStates) -> None:
+        clear(hosts)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostParts, "clear", clear_and_fail)
+        patch.setattr(HostStates, "clear", clear_and_fail)
         with pytest.raises(MemoryError):
             cache.reset()
     with pytest.raises(UnstorableValueError, match=r"^layer 1: K of an earlier step"):

@@ -20,7 +20,7 @@ from eval.caches import CacheEntry, CacheUnavailable, tensor_bytes
 from eval.cli import app, main
 from eval.core import models, progress, statistics
 from eval.data import source, text
-from eval.run.lookups import DEFAULT_CACHE
+from eval.run.rows import DEFAULT_CACHE
 from eval.tasks.texts import TextTask
 
 ALL_CHEAP = "--tasks summarization,perplexity --caches dynamic,paged"

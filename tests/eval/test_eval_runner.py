@@ -78,11 +78,7 @@ def _run(
     loaded: LoadedModel, units: list[Unit], folder: Path, *entries: CacheEntry, task: Task = TASK, **more: Any
 ) -> Done:
     folder.mkdir(exist_ok=True)
-    journal = Journal(folder)
-    try:
-        Runner(loaded, entries, journal, Processes(), **more).run(task, units)
-    finally:
-        journal.close()
+    Runner(loaded, entries, Journal(folder), Processes(), **more).run(task, units)
     return _rows(units, folder, *entries)
 
 
@@ -349,7 +345,6 @@ def test_the_last_problem_counts_and_a_finished_unit_before_any(tmp_path: Path) 
     assert journal.latest()[key].problem == "second"
     assert journal.done() == {}
     journal.add(key, Outcome((Answer("a", "ü\u2028x"),)))
-    journal.close()
     Journal(tmp_path, 2).add(key, Outcome(problem="third"))
     assert Journal(tmp_path).done() == {key: Outcome((Answer("a", "ü\u2028x"),))}
 
@@ -399,7 +394,6 @@ def test_processes_share_units_but_for_a_timed_task(
     for index in range(2):
         task, journal = Timed(), Journal(tmp_path, index)
         Runner(loaded, [DYNAMIC], journal, Processes(index, 2)).run(task, units)
-        journal.close()
         found.append([unit for unit, _ in task.runs])
     assert found == expected
     alone = _run(loaded, units, tmp_path / "alone", DYNAMIC)
@@ -411,7 +405,6 @@ def test_a_run_goes_on_with_another_number_of_processes(
 ) -> None:
     journal = Journal(tmp_path, 1)
     Runner(loaded, [DYNAMIC], journal, Processes(1, 2)).run(TASK, units)
-    journal.close()
     task = Watched()
     _run(loaded, units, tmp_path, DYNAMIC, task=task)
     assert task.runs == [(0, "dynamic"), (2, "dynamic")]
@@ -435,7 +428,6 @@ def test_nothing_is_left_of_the_warning_filters(loaded: LoadedModel) -> None:
 def test_a_full_disk_is_said_in_one_line_and_loses_nothing(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.add(("task", 0, "dynamic"), Outcome())
-    journal.close()
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no device that is always full")
@@ -443,7 +435,6 @@ def test_a_full_disk_is_said_in_one_line_and_loses_nothing(tmp_path: Path) -> No
     other = Journal(tmp_path, process=1)
     with pytest.raises(UsageError, match=r"No space left on device.*--resume") as refusal:
         other.add(("task", 1, "dynamic"), Outcome())
-    other.close()
     assert "\n" not in str(refusal.value)
     (tmp_path / "journal.1.jsonl").unlink()
     assert set(Journal(tmp_path).done()) == {("task", 0, "dynamic")}

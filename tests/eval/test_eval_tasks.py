@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from eval.caches import CACHES, CacheUnavailable, Demand, restore_attention, stock, tensor_bytes
+from eval.caches import CACHES, CacheUnavailable, Demand, stock, tensor_bytes
 from eval.core import results
 from eval.core.errors import UsageError
 from eval.core.models import LoadedModel
@@ -22,6 +22,7 @@ from eval.run.generate import _until_stop, generate, prefill
 from eval.run.settings import Settings
 from eval.tasks import TASKS, fidelity, latency, perplexity, retrieval, texts
 from eval.tasks.base import Answer, Outcome, Unit
+from hf_paged_cache import disable
 from tests.eval.conftest import HEAD_DIM, KV_HEADS, LAYERS, tiny_model, tiny_tokenizer
 
 SETTINGS = Settings(limit=3, batch_size=2, max_new_tokens=5)
@@ -84,7 +85,7 @@ def _outcomes(loaded: LoadedModel, task: str, cache: str, units: list[Unit]) -> 
     found = [
         TASKS[task].run(loaded, unit, CACHES[cache], TASKS[task].reference(loaded, unit)) for unit in units
     ]
-    restore_attention(loaded.model)
+    disable(loaded.model)
     return found
 
 
@@ -432,7 +433,7 @@ def test_a_question_to_a_copy_is_answered_as_after_a_fresh_prefill(name: str, br
         assert of_copies == [ask(read(), question) for question in questions]
         # The first cache itself goes on as if no copy had ever been.
         assert ask(shared, questions[0]) == of_copies[0]
-    restore_attention(broad.model)
+    disable(broad.model)
     assert of_copies[0] != of_copies[1]
 
 
@@ -460,7 +461,7 @@ def test_forks_for_questions_leave_no_blocks_behind(loaded: LoadedModel) -> None
         return made[-1]
 
     outcome = TASKS["retrieval"].run(loaded, unit, dataclasses.replace(entry, create=create), None)
-    restore_attention(loaded.model)
+    disable(loaded.model)
     assert len(outcome.answers) == 5
     assert outcome.measures is not None
     assert entry.kv_bytes(made[0]).used_bytes == outcome.measures.kv.used_bytes

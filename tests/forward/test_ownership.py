@@ -399,8 +399,9 @@ def test_the_weights_of_an_encoder_count_for_what_cross_attention_reads() -> Non
         model.get_encoder().layers[0].fc1.weight.mul_(1.5)
         with pytest.raises(CacheMismatchError, match="was written to"):
             model(**told, decoder_input_ids=ids(1))
+        rows = cache.cross_attention_cache._state.rows
         with pytest.raises(CacheMismatchError, match="was written to"):
-            cache.cross_attention_cache._state.check_prompt_of(model)
+            ownership.check_prompt(rows.owner, model, rows.end)
 
 
 def test_modules_that_are_no_model_of_the_host_are_known_too() -> None:

@@ -82,15 +82,6 @@ def test_a_tensor_that_is_not_cloned_comes_back_itself() -> None:
     assert part.keys is keys
 
 
-def test_what_is_cleared_stays_changed() -> None:
-    part, undo = Part(), Undo()
-    undo.save(part)
-    _write(part)
-    undo.clear()
-    undo.restore()
-    assert part.states[0].tolist() == [7, 7]
-
-
 def test_putting_back_can_be_done_again() -> None:
     part, undo = Part(), Undo()
     before = _shown(part)

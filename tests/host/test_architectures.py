@@ -22,7 +22,7 @@ from hf_paged_cache import (
     UnsupportedLayerError,
 )
 from hf_paged_cache.cache.layer import PagedLayer
-from hf_paged_cache.forward.recurrent_state import HostParts
+from hf_paged_cache.forward.recurrent_state import HostStates
 from tests.support.models import VOCAB, _redraw, cache_kwarg
 
 _ATTENTION: dict[str, Any] = {
@@ -357,16 +357,16 @@ def test_a_change_that_fails_inside_a_forward_leaves_that_one_to_be_taken_back(
     cache, undisturbed = paged(model), paged(model)
     for each in (cache, undisturbed):
         step(model, ids[:, :20], each)
-    clear = HostParts.clear
+    clear = HostStates.clear
 
-    def clear_and_fail(parts: HostParts) -> None:
-        clear(parts)
+    def clear_and_fail(hosts: HostStates) -> None:
+        clear(hosts)
         raise ZeroDivisionError
 
     (norm,) = (part for child, part in model.base_model.named_children() if "norm" in child)
     hook = norm.register_forward_pre_hook(lambda *_: cache.reset())
     with monkeypatch.context() as patch:
-        patch.setattr(HostParts, "clear", clear_and_fail)
+        patch.setattr(HostStates, "clear", clear_and_fail)
         with pytest.raises(ZeroDivisionError):
             step(model, ids[:, 3:6], cache)
     hook.remove()
@@ -549,15 +549,15 @@ def test_a_whole_prompt_is_not_fed_again_where_no_layer_counts_tokens(rows: int)
 
 def test_rows_that_fail_to_move_keep_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = model_of("mamba2"), prompt(23)
-    cache, select = paged(model), HostParts.select
+    cache, select = paged(model), HostStates.select
     step(model, ids[:, :20], cache)
 
-    def select_and_fail(parts: HostParts, rows: Sequence[int]) -> None:
-        select(parts, rows)
+    def select_and_fail(hosts: HostStates, rows: Sequence[int]) -> None:
+        select(hosts, rows)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostParts, "select", select_and_fail)
+        patch.setattr(HostStates, "select", select_and_fail)
         with pytest.raises(MemoryError):
             cache.batch_repeat_interleave(2)
     with pytest.raises(CacheMismatchError, match="begins as the 20 that the cache was fed"):

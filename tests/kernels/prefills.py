@@ -81,7 +81,7 @@ PREFILLS = (
 )
 
 QUICK_PREFILLS = frozenset((
-    *("plain", "one_fresh_token", "history_begins_inside_a_block", "v_larger", "not_causal"),
+    *("one_fresh_token", "history_begins_inside_a_block", "v_larger", "not_causal"),
     *("window_into_history", "softcap_window_sinks", "bool_per_head", "left_padding_window"),
     *("sees_only_history", "sees_nothing_but_sinks", "bias_softcap", "offsets_small_blocks_window"),
     *("offsets_end_in_the_fresh_tokens_bias", "mask_and_nulls_and_window"),

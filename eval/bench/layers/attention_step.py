@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import product, starmap
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,13 +17,13 @@ from eval.bench.layers.layer_stacks import LLAMA_3_8B, SMOLLM2, BlockStack, Case
 from eval.bench.models.workload import dtype_name
 from eval.bench.readers import Reader
 from eval.core.hardware import CPU, NEEDS_GPU, Skip
-from eval.core.table import Bound, Cell, Column, Row, fixed, scientific
-from eval.core.timing import Contender, Timings, interleave
+from eval.core.table import Cell, Column, Row, fixed, required, scientific
+from eval.core.timing import Contender, interleave
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """RMS error ratio against attention computed in float64."""
 MIN_SPEEDUP = {torch.float32: 3.5, torch.bfloat16: 3.0}
-MIN_BANDWIDTH_PERCENT = 55.0
+MIN_PERCENT = {torch.float32: 55.0}  # of the machine's bandwidth
 LONG_TOKENS = 8192
 
 COLUMNS = (
@@ -40,19 +41,12 @@ COLUMNS = (
 )
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """Every case, or the few that say most."""
-    for shape in (SMOLLM2, LLAMA_3_8B):
-        for batch in (1,) if quick else (1, 8):
-            for dtype in (torch.float32, torch.bfloat16):
-                for tokens in (512, LONG_TOKENS) if quick else (512, 2048, LONG_TOKENS):
-                    yield Case(shape, batch, dtype, tokens)
-
-
 def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     reader, _ = context.bandwidth
     rows = []
-    for case in cases(context.quick):
+    batches, lengths = ((1,), (512, LONG_TOKENS)) if context.quick else ((1, 8), (512, 2048, LONG_TOKENS))
+    dtypes = (torch.float32, torch.bfloat16)
+    for case in starmap(Case, product((SMOLLM2, LLAMA_3_8B), batches, dtypes, lengths)):
         context.progress(f"attention: {case}")
         seconds = 4.0 if case.batch == 1 else 2.0
         rows.append(measure(case, reader, context.budget_s(seconds), context.rounds(5)))
@@ -69,11 +63,7 @@ BENCH = Bench("attention", "write of a new token and attention, per layer call",
 
 
 def measure(case: Case, reader: Reader, budget_s: float, min_rounds: int) -> Row:
-    """Fill the caches, check their answers, time them.
-
-    Raises:
-        WrongAnswer: a cache's attention is not what it should be.
-    """
+    """Fill the caches, check their answers, time them."""
     with torch.no_grad():
         stacks = layer_stacks.filled(case)
         errors = layer_stacks.errors_of(stacks, TOLERANCE[case.dtype], expected=stacks[0])
@@ -92,16 +82,11 @@ def measure(case: Case, reader: Reader, budget_s: float, min_rounds: int) -> Row
         "layers": case.layers,
         "rounds": len(timings.seconds["paged"]),
     }
-    return Row(cells, tuple(_bounds(case, cells)))
-
-
-def _bounds(case: Case, cells: dict[str, Cell]) -> Iterator[Bound]:
     if case.tokens != LONG_TOKENS or case.batch != 1:
-        return
-    yield Bound("Dynamic", float(cells["over_dynamic"] or 0), MIN_SPEEDUP[case.dtype])
-    if case.dtype == torch.float32:
-        percent = float(cells["bandwidth_percent"] or 0)
-        yield Bound("bandwidth", percent, MIN_BANDWIDTH_PERCENT, unit=" %")
+        return Row(cells)
+    percent = reader.percent(timings, "paged", case.kv_bytes * case.layers)
+    speed = required("Dynamic", timings.speedup("paged", "dynamic"), MIN_SPEEDUP[case.dtype])
+    return Row(cells, speed + required("bandwidth", percent, MIN_PERCENT.get(case.dtype), unit=" %"))
 
 
 # --- the kernels alone, as a GPU runs them ------------------------------------------------------------------
@@ -126,12 +111,7 @@ KERNEL_NOTES = (
 
 
 def measure_kernels(case: Case, copy_bytes: int = COPY_BYTES, budget_s: float = 1.5) -> list[Row]:
-    """Check and time write and attention over blocks, beside SDPA and a copy.
-
-    Raises:
-        WrongAnswer: an answer is not what it should be.
-        Skip: there is not enough memory.
-    """
+    """Check and time write and attention over blocks, beside SDPA and a copy; `Skip` without the memory."""
     copy, blocks = _copy_and_blocks(case, copy_bytes)
     # It hides nothing: a host passes it that has been given one.
     mask = torch.ones(case.batch, 1, 1, case.tokens, dtype=torch.bool, device=case.device.torch_device)
@@ -150,11 +130,7 @@ def measure_kernels(case: Case, copy_bytes: int = COPY_BYTES, budget_s: float = 
 
 
 def measure_flex(case: Case, copy_bytes: int = COPY_BYTES) -> list[Row]:
-    """Time torch's flex attention, compiled, beside a copy.
-
-    Raises:
-        Skip: it cannot run here.
-    """
+    """Time torch's flex attention, compiled, beside a copy; `Skip` where it cannot run."""
     if not case.device.is_gpu:
         raise Skip(NEEDS_GPU)
     from torch.nn.attention.flex_attention import flex_attention
@@ -189,7 +165,7 @@ def _dense(name: str, stack: BlockStack, attend: Callable[..., object]) -> Conte
 def _kernel_rows(
     case: Case, copy: Reader, contenders: list[Contender], budget_s: float, errors: dict[str, float]
 ) -> list[Row]:
-    timings: Timings = interleave(
+    timings = interleave(
         [copy.contender(), *contenders],
         budget_s=budget_s,
         min_rounds=3,
@@ -210,7 +186,7 @@ def _kernel_rows(
         }
         # What a graph leaves out is the time between launches; a stand-in for a GPU has no graph.
         is_required = case.batch in REQUIRED_BATCHES and case.tokens >= LONG_TOKENS
+        limit = MIN_PERCENT_OF_COPY if is_required and contender.name == "graph" else None
         percent = copy.percent(timings, contender.name, case.kv_bytes * case.layers)
-        bound = Bound("copy bandwidth", percent, MIN_PERCENT_OF_COPY, unit=" %")
-        rows.append(Row(cells, (bound,) if is_required and contender.name == "graph" else ()))
+        rows.append(Row(cells, required("copy bandwidth", percent, limit, unit=" %")))
     return rows

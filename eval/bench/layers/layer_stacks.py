@@ -152,23 +152,17 @@ class BlockStack(Stack):
     def __init__(self, case: Case) -> None:
         super().__init__("blocks", case, case.layers)
         shape, where = case.shape, case.device.torch_device
-        columns = -(-case.tokens // BLOCK_SIZE)
-        num_blocks = case.batch * columns
+        num_blocks = case.batch * -(-case.tokens // BLOCK_SIZE)
         heads = PoolShape(shape.kv_heads, shape.head_dim, shape.head_dim, case.dtype, where)
-        keys, values = PoolTensors(
-            heads, num_blocks=num_blocks, num_layers=self.layers, block_size=BLOCK_SIZE
-        ).tensors
+        pool = PoolTensors(heads, num_blocks=num_blocks, num_layers=self.layers, block_size=BLOCK_SIZE)
         generator = torch.Generator(where).manual_seed(SEED)
-        for states in (keys, values):
-            states.normal_(generator=generator)
+        keys, values = (states.normal_(generator=generator) for states in pool.tensors)
         order = torch.randperm(num_blocks, generator=generator, device=where)
-        table = order.to(torch.int32).view(case.batch, columns).contiguous()
+        table = order.to(torch.int32).view(case.batch, -1).contiguous()
         lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=where)
-        held = RowLengths(case.tokens, lengths)
+        layers = zip(keys.unbind(1), values.unbind(1), strict=True)
+        self.blocks = [LayerBlocks(*layer, table, RowLengths(case.tokens, lengths)) for layer in layers]
         self.last_output = torch.empty(0)
-        self.blocks = [
-            LayerBlocks(keys[:, layer], values[:, layer], table, held) for layer in range(self.layers)
-        ]
 
     def attend(self, layer_idx: int, mask: torch.Tensor | None = None) -> torch.Tensor:
         """By the dispatcher."""
@@ -185,19 +179,11 @@ class BlockStack(Stack):
         """The tokens before, and the new one as it should have been written."""
         blocks = self.blocks[layer_idx]
         one_row = LayerBlocks(blocks.keys, blocks.values, blocks.table[row : row + 1])
-        before = reference.gather(one_row, 0, self.case.tokens - 1)
-        keys, values = (
-            torch.cat((old[0], new[row]), dim=1)
-            for old, new in zip(before, (self.keys, self.values), strict=True)
-        )
-        return keys, values
+        keys, values = reference.gather(one_row, 0, self.case.tokens - 1)
+        return torch.cat((keys[0], self.keys[row]), dim=1), torch.cat((values[0], self.values[row]), dim=1)
 
     def error(self, step: Callable[[], object], tolerance: float) -> float:
-        """RMS error ratio of the last layer after a step of this stack, which has to write all that it says.
-
-        Raises:
-            WrongAnswer: it is larger, or NaN.
-        """
+        """RMS error ratio of the last layer after a step, which has to write everything; `WrongAnswer`."""
         blocks, last = self.blocks[-1], self.case.tokens - 1
         ids = blocks.table[:, last // BLOCK_SIZE].long()
         for pool in (blocks.keys, blocks.values):
@@ -249,10 +235,8 @@ def paged(case: Case, kv_cache_dtype: KVCacheDtype = "auto") -> LayerStack:
     from hf_paged_cache import PagedCache
 
     config = config_of(case)
-    blocks = case.batch * -(-(case.tokens + _SPARE_TOKENS) // BLOCK_SIZE)
-    cache = PagedCache(
-        config, block_size=BLOCK_SIZE, max_tokens=blocks * BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype
-    )
+    tokens = case.batch * BLOCK_SIZE * -(-(case.tokens + _SPARE_TOKENS) // BLOCK_SIZE)
+    cache = PagedCache(config, block_size=BLOCK_SIZE, max_tokens=tokens, kv_cache_dtype=kv_cache_dtype)
     name = "paged" if kv_cache_dtype == "auto" else kv_cache_dtype
     return LayerStack(name, case, cache, ALL_ATTENTION_FUNCTIONS[config._attn_implementation])
 
@@ -276,9 +260,6 @@ def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None
     """RMS error ratio of each stack's step in its first and last layer; all are left as they were.
 
     The K and V of `expected` are right; each stack's own if there is none.
-
-    Raises:
-        WrongAnswer: an error is larger, or an answer holds NaN or infinity.
     """
     errors = {stack.name: 0.0 for stack in stacks}
     for layer_idx in sorted({0, *(stack.layers - 1 for stack in stacks)}):
@@ -292,10 +273,8 @@ def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None
             error = check(f"{stack.name} cache, {stack.case}", got, want, tolerance)
             errors[stack.name] = max(errors[stack.name], error)
     for stack in stacks:
-        done = {0, *(other.layers - 1 for other in stacks)}
-        for layer_idx in range(stack.layers):
-            if layer_idx not in done:  # a step is one of all layers
-                stack.attend(layer_idx)
+        for layer_idx in set(range(stack.layers)) - {0, *(other.layers - 1 for other in stacks)}:
+            stack.attend(layer_idx)  # a step is one of all layers
         stack.restore(1)
     return errors
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,15 +9,13 @@ import torch
 from eval.bench import readers
 from eval.bench.context import Bench, Context
 from eval.bench.models import workload
-from eval.core.table import Bound, Column, Row, fixed, scientific
+from eval.core.table import Column, Row, fixed, required, scientific
 from eval.core.timing import STEPS, Contender, interleave
 
 CONTEXT_TOKENS = (128, 2048, 8192)
-MIN_SPEEDUP = {128: 0.97, 2048: 1.2, 8192: 1.6}
-"""Of a float32 step with K and V as they are."""
 FORMATS = ("int8", "int4")
-MIN_FORMAT_SPEEDUP = {8192: 2.0}
-"""Of a float32 step with a format."""
+MIN_SPEEDUP = {"paged": {128: 0.97, 2048: 1.2, 8192: 1.6}, "int8": {8192: 2.0}, "int4": {8192: 2.0}}
+"""Of a float32 step, by cache and tokens."""
 FORMAT_TOLERANCE = 1e-3
 """RMS error ratio of the logits against a `DynamicCache` with the K and V that the cache gives back."""
 
@@ -61,11 +58,7 @@ BENCH = Bench("decode", "a decode step of the whole model, batch 1", COLUMNS, _m
 
 
 def measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> list[Row]:
-    """Fill a cache of each sort, check their logits, time a step of each.
-
-    Raises:
-        WrongAnswer: logits are not what they should be.
-    """
+    """Fill a cache of each sort, check their logits, time a step of each."""
     formats = FORMATS if dtype == torch.float32 else ()
     names = ("dynamic", "paged", *formats)
     caches = {name: workload.new_cache(name, model) for name in names}
@@ -108,7 +101,8 @@ def measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> li
             "error": errors[name],
             "rounds": len(timings.seconds[name]),
         }
-        rows.append(Row(cells, tuple(_bounds(dtype, tokens, name, speedup))))
+        limit = MIN_SPEEDUP[name].get(tokens) if dtype == torch.float32 else None
+        rows.append(Row(cells, required("Dynamic", speedup, limit)))
     return rows
 
 
@@ -119,9 +113,3 @@ def _format_error(model: Any, name: str, cache: Any, token: torch.Tensor) -> flo
     workload.remove_last(cache, token.shape[1])
     want = workload.forward("dynamic", model, repeated, token)
     return workload.check(f"logits with a cache in {name}", logits, want, FORMAT_TOLERANCE)
-
-
-def _bounds(dtype: torch.dtype, tokens: int, name: str, speedup: float) -> Iterator[Bound]:
-    least = MIN_SPEEDUP if name == "paged" else MIN_FORMAT_SPEEDUP
-    if dtype == torch.float32 and tokens in least:
-        yield Bound("Dynamic", speedup, least[tokens])

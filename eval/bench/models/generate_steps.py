@@ -17,16 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from eval.bench.models import workload
 from eval.core.hardware import Device
-from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed, scientific
+from eval.core.table import Cell, Column, Row, WrongAnswer, fixed, required, scientific
 from hf_paged_cache.host.compat import cache_argument
 
-EAGER = ("dynamic", "paged")
-"""Timed in turns; the others, whose first steps are slow, one by one."""
+EAGER = ("dynamic", "paged")  # timed in turns; the others, whose first steps are slow, one by one
 COMPILED = ("paged_compiled", "static")
 MIN_SPEEDUPS = {(8, 32768): 2.0, (1, 512): 1.0}
 """Of `PagedCache` over `DynamicCache` on a GPU, by batch and tokens."""
-MAX_LOGITS_ERROR = 0.1
-"""RMS ratio of bfloat16 logits between two caches."""
+MAX_LOGITS_ERROR = 0.1  # RMS ratio of bfloat16 logits between two caches
 BLOCK_SIZE = 64
 
 COLUMNS = (
@@ -43,16 +41,8 @@ NOTES = (
     "of the last step against DynamicCache, the larger one.",
 )
 
-
 SIZES: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+    "llama-3-8b": {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
     "toy": {
         "num_hidden_layers": 2,
         "hidden_size": 64,
@@ -62,6 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 128,
     },
 }
+"""What differs from the default of `LlamaConfig`, whose layers and heads are those of 8 billion weights."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +120,7 @@ def new_cache(name: str, model: Any, rows: int, tokens: int) -> Any:
 
 
 def measure(names: Sequence[str], model: Any, case: Case, device: Device) -> list[Row]:
-    """Time the caches of these names in turns, and check the logits of paged ones.
-
-    Raises:
-        WrongAnswer: logits are not those of a `DynamicCache`, or a step is not compiled that has to be.
-    """
+    """Time the caches of these names in turns, and check the logits of paged ones."""
     runs: dict[str, list[_Run]] = {name: [] for name in names}
     for _ in range(1 if set(names) & set(COMPILED) else case.rounds):
         for name in names:
@@ -169,8 +156,7 @@ def _row(name: str, of_cache: list[_Run], dynamic: list[_Run], case: Case, devic
         for theirs, ours in zip(dynamic, of_cache, strict=True)
     )
     limit = MIN_SPEEDUPS.get((case.batch, case.tokens)) if name == "paged" and device.is_gpu else None
-    bounds = () if limit is None else (Bound("dynamic", speedup, limit),)
-    return Row({**cells, "over_dynamic": speedup}, bounds)
+    return Row({**cells, "over_dynamic": speedup}, required("dynamic", speedup, limit))
 
 
 def _generate(name: str, model: Any, case: Case, device: Device) -> _Run:
@@ -193,14 +179,12 @@ def _generate(name: str, model: Any, case: Case, device: Device) -> _Run:
             **{cache_argument(model): cache},
             **options,
         )
-    seconds = device.seconds_between(probe.marks)
-    stats = cache.stats() if hasattr(cache, "stats") else None
     run = _Run(
-        step_s=seconds[case.warm_up :],
+        step_s=device.seconds_between(probe.marks)[case.warm_up :],
         logits=probe.kept,
         peak_bytes=device.peak_bytes(),
         is_compiled="_compiled_call" in vars(model),
-        backend=None if stats is None else stats.backend,
+        backend=cache.stats().backend if name.startswith("paged") else None,
     )
     _forget_compiled(model)
     return run

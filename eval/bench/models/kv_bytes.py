@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache
 
 from eval.bench.context import Bench, Context
 from eval.bench.models import workload
-from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed
+from eval.core.table import Cell, Column, Row, WrongAnswer, fixed, required
 from hf_paged_cache.config import LAYER_DTYPES, LayerDtype
 
 TOKENS = 8192
-DTYPES = (torch.float32, torch.bfloat16)
 MAX_RATIO = {
     (torch.float32, "int8"): 0.27,
     (torch.float32, "int4"): 0.16,
@@ -36,10 +35,9 @@ COLUMNS = (
 def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     config = workload.smollm2_config()
     rows = []
-    for dtype in DTYPES:
-        for name in LAYER_DTYPES:
-            context.progress(f"bytes: {workload.dtype_name(dtype)}, {name}")
-            rows.append(measure(config, dtype, name, TOKENS))
+    for dtype, name in product((torch.float32, torch.bfloat16), LAYER_DTYPES):
+        context.progress(f"bytes: {workload.dtype_name(dtype)}, {name}")
+        rows.append(measure(config, dtype, name, TOKENS))
     return rows, (
         "bytes: memory_footprint().used_bytes, with scales and with the blocks that stay in the model's "
         "dtype (first and newest); Dynamic: the tensors of a DynamicCache.",
@@ -49,18 +47,16 @@ def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
 BENCH = Bench("bytes", f"K and V of {TOKENS} tokens in the shape of SmolLM2-135M, one row", COLUMNS, _measure)
 
 
-def measure(config: LlamaConfig, dtype: torch.dtype, name: LayerDtype, tokens: int) -> Row:
-    """Fill a cache of a format and a `DynamicCache`, layer by layer.
-
-    Raises:
-        WrongAnswer: the paged cache in the model's dtype holds other bytes than the `DynamicCache`, with
-            whole blocks.
-    """
+def measure(config: Any, dtype: torch.dtype, name: LayerDtype, tokens: int) -> Row:
+    """Fill a cache of a format and a `DynamicCache`, layer by layer."""
     from hf_paged_cache import PagedCache
 
     cache = PagedCache(config, kv_cache_dtype=name, max_tokens=tokens)
     dynamic_bytes = 0
-    for layer_idx, (keys, values) in enumerate(_states(config, dtype, tokens)):
+    generator = torch.Generator().manual_seed(workload.SEED)
+    shape = (1, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
+    for layer_idx in range(config.num_hidden_layers):
+        keys, values = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
         dynamic_bytes += sum(states.nbytes for states in DynamicCache().update(keys, values, 0))
         cache.update(keys, values, layer_idx)
     used = cache.memory_footprint().used_bytes
@@ -75,14 +71,4 @@ def measure(config: LlamaConfig, dtype: torch.dtype, name: LayerDtype, tokens: i
         "ratio": ratio,
         "bits": 8 * dtype.itemsize * ratio,
     }
-    limit = MAX_RATIO.get((dtype, name))
-    return Row(cells, () if limit is None else (Bound("Dynamic", ratio, limit, at_least=False),))
-
-
-def _states(config: Any, dtype: torch.dtype, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random K and V of every layer."""
-    generator = torch.Generator().manual_seed(workload.SEED)
-    shape = (1, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
-    for _ in range(config.num_hidden_layers):
-        keys, values = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
-        yield keys, values
+    return Row(cells, required("Dynamic", ratio, MAX_RATIO.get((dtype, name)), at_least=False))

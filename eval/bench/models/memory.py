@@ -14,7 +14,7 @@ from eval.bench.context import Bench, Context
 from eval.bench.models import workload
 from eval.core import measure
 from eval.core.isolation import Workers
-from eval.core.table import Bound, Cell, Column, Row, WrongAnswer, fixed
+from eval.core.table import Cell, Column, Row, WrongAnswer, fixed, required
 from hf_paged_cache.host.compat import cache_argument
 
 COLUMNS = (
@@ -32,15 +32,12 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One call, `chunk` tokens of the prompt at a time (0: all at once).
-
-    `required`: caches that must stay below DynamicCache.
-    """
+    """One call of `generate`."""
 
     total_tokens: int
     new_tokens: int
-    chunk: int
-    required: tuple[str, ...]
+    chunk: int  # tokens of the prompt at a time; 0: all at once
+    required: tuple[str, ...]  # caches that must stay below DynamicCache
 
     def __str__(self) -> str:
         prompt = f"in chunks of {self.chunk}" if self.chunk else "at once"
@@ -55,8 +52,6 @@ _CASES = (
     Case(2048, 16, 0, required=()),
 )
 _QUICK_CASES = (Case(2048, 16, 512, required=("paged", *FORMATS)),)
-
-
 _WARM_UP_TOKENS = 64
 
 
@@ -103,18 +98,15 @@ def _row(case: Case, name: str, measured: dict[str, dict[str, Any]]) -> Row:
     }
     if name == "paged" and (pool is None or pool != formula):
         raise WrongAnswer(f"memory, {case}: the pool has {pool} bytes, and the formula gives {formula}")
-    if name not in case.required:
-        return Row(cells)
-    peak_mb, dynamic_mb = taken["peak_bytes"] / 1e6, dynamic["peak_bytes"] / 1e6
-    return Row(cells, (Bound("peak", peak_mb, dynamic_mb, at_least=False, unit=" MB"),))
+    limit = dynamic["peak_bytes"] / 1e6 if name in case.required else None
+    return Row(cells, required("peak", taken["peak_bytes"] / 1e6, limit, at_least=False, unit=" MB"))
 
 
 def _in_own_process(name: str, case: Case) -> dict[str, Any]:
     outcome = Workers(peak_of).one(name, case)
     if outcome.problem is not None:
         raise RuntimeError(f"measuring the {name} cache: {outcome.problem}\n{outcome.log}")
-    measured: dict[str, Any] = outcome.value
-    return measured
+    return dict(outcome.value)
 
 
 # --- in that process ----------------------------------------------------------------------------------------
@@ -147,16 +139,14 @@ def _generate(
     model: Any, name: str, prompt: torch.Tensor, new_tokens: int, chunk: int
 ) -> tuple[Any, torch.Tensor]:
     cache = workload.new_cache(name, model)
-    options: dict[str, Any] = {cache_argument(model): cache}
-    if chunk:
-        options["prefill_chunk_size"] = chunk
     tokens: torch.Tensor = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
         do_sample=False,
-        **options,
+        prefill_chunk_size=chunk or None,
+        **{cache_argument(model): cache},
     )
     return cache, tokens
 

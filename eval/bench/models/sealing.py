@@ -9,15 +9,14 @@ import torch
 from eval.bench import readers
 from eval.bench.context import Bench, Context
 from eval.bench.models import workload
-from eval.core.table import Bound, Column, Row, fixed, scientific
+from eval.core.table import Column, Row, fixed, required, scientific
 from eval.core.timing import STEPS, Contender, interleave
 
 FORMATS = ("int4", "int8_block", "int4_group")
 """Formats that encode whole blocks; the others encode each token as it comes."""
 REQUIRED = "int4"
 CONTEXT_TOKENS = (128, 2048, 8192)
-MAX_SHARE_PERCENT = 3.0
-"""Of a decode step, per token."""
+MAX_SHARE_PERCENT = 3.0  # of a decode step, per token
 TOLERANCE = 1e-2
 """RMS of the difference to the block that plain torch encodes: a code may be off by one where a value lies
 in the middle between two."""
@@ -57,15 +56,15 @@ BENCH = Bench(
 
 
 def measure(context: Context, model: Any, name: str, tokens: int) -> Row:
-    """Time a decode step and the sealing of a block beside it.
-
-    Raises:
-        WrongAnswer: the sealed block gives back something else than it should.
-    """
+    """Time a decode step and the sealing of a block beside it."""
     cache = workload.new_cache(name, model)
     workload.fill([cache], model, tokens - STEPS)
     pool, slot, record = _open_block(cache)
-    error = _check(name, pool, slot, record)
+    pool.seal([slot], [record])
+    expected = torch.empty_like(pool.records[record])
+    pool.layout.encode(pool.keys[slot], pool.values[slot], expected)
+    sides = zip(pool.layout.decode(pool.records[record]), pool.layout.decode(expected), strict=True)
+    error = max(workload.check(f"a block sealed in {name}", *side, TOLERANCE) for side in sides)
     reader, _ = context.bandwidth
     timings = interleave(
         [
@@ -89,8 +88,8 @@ def measure(context: Context, model: Any, name: str, tokens: int) -> Row:
         "error": error,
         "rounds": len(timings.seconds[name]),
     }
-    bound = Bound("of a step", share, MAX_SHARE_PERCENT, at_least=False, unit=" %")
-    return Row(cells, (bound,) if name == REQUIRED else ())
+    limit = MAX_SHARE_PERCENT if name == REQUIRED else None
+    return Row(cells, required("of a step", share, limit, at_least=False, unit=" %"))
 
 
 def _open_block(cache: Any) -> tuple[Any, int, int]:
@@ -106,12 +105,3 @@ def _open_block(cache: Any) -> tuple[Any, int, int]:
     for states in (pool.keys, pool.values):
         states[slot, ..., written:, :] = 0  # memory that nobody has written may hold NaN
     return pool, slot, table.ids[column]
-
-
-def _check(name: str, pool: Any, slot: int, record: int) -> float:
-    pool.seal([slot], [record])
-    got = pool.layout.decode(pool.records[record])
-    expected = torch.empty_like(pool.records[record])
-    pool.layout.encode(pool.keys[slot], pool.values[slot], expected)
-    sides = zip(got, pool.layout.decode(expected), strict=True)
-    return max(workload.check(f"a block sealed in {name}", *side, TOLERANCE) for side in sides)

@@ -15,8 +15,7 @@ from eval.core.table import WrongAnswer
 from eval.core.timing import Contender
 from hf_paged_cache.host.compat import cache_argument
 
-SEED = 0
-"""What random numbers of all benches start from."""
+SEED = 0  # what random numbers of all benches start from
 PROMPT_TOKENS = 512
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """RMS of the difference of logits over RMS of the logits, between two caches of one dtype."""
@@ -56,12 +55,12 @@ def new_cache(name: str, model: Any) -> Any:
     """A fresh cache: `dynamic`, `paged`, or a format of the latter. The model's attention is set for it."""
     from hf_paged_cache import PagedCache, disable
 
-    if name != "dynamic":
-        # Without the guard, so that all layers are in the format that is measured.
-        form: Any = "auto" if name == "paged" else name
-        return PagedCache(model, kv_cache_dtype=form, key_error_guard="off")
-    disable(model)
-    return DynamicCache(config=model.config)
+    if name == "dynamic":
+        disable(model)
+        return DynamicCache(config=model.config)
+    # Without the guard, so that all layers are in the format that is measured.
+    kv_format: Any = "auto" if name == "paged" else name
+    return PagedCache(model, kv_cache_dtype=kv_format, key_error_guard="off")
 
 
 def use(name: str, model: Any) -> None:
@@ -133,30 +132,22 @@ def remove_last(cache: Any, tokens: int) -> None:
 
     A `QuantizedCache`, which cannot be cropped, loses tokens that it has not quantized yet.
     """
-    layers: list[Any] = cache.layers
-    if isinstance(cache, QuantizedCache):
-        for layer in layers:
+    if not isinstance(cache, QuantizedCache | StaticCache):  # older versions have no `crop` for the latter
+        cache.crop(-tokens)
+    for layer in cache.layers:
+        if isinstance(cache, QuantizedCache):
             layer.cumulative_length -= tokens
             for name in ("keys", "values"):
                 kept = getattr(layer, name)[..., :-tokens, :]
                 setattr(layer, name, kept if kept.shape[-2] else kept.new_empty(0))
-        return
-    if isinstance(cache, StaticCache):
-        for layer in layers:
-            layer.cumulative_length.sub_(tokens)  # older versions have no `crop` for it
-        return
-    cache.crop(-tokens)
-    if type(cache) is DynamicCache:
-        for layer in layers:
+        elif isinstance(cache, StaticCache):
+            layer.cumulative_length.sub_(tokens)
+        elif type(cache) is DynamicCache:
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
 
 
 def check(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> float:
-    """The RMS error ratio.
-
-    Raises:
-        WrongAnswer: it is above the tolerance, or there is none, because a tensor holds NaN or infinity.
-    """
+    """The RMS error ratio; `WrongAnswer` if it is above the tolerance, or NaN or infinity leave none."""
     error = rms_ratio(got, want)
     if math.isnan(error):
         raise WrongAnswer(f"{what}: an output holds NaN or infinity")
@@ -175,15 +166,11 @@ def forward(name: str, model: Any, cache: Any, token_ids: torch.Tensor) -> torch
 
 def forward_contender(name: str, model: Any, cache: Any, token_ids: torch.Tensor) -> Contender:
     """Forwards of `token_ids` over a filled cache, taken back after each turn."""
-    argument = {cache_argument(model): cache}
-
-    def restore(steps: int) -> None:
-        remove_last(cache, steps * token_ids.shape[1])
-
+    options = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
     return Contender(
         name,
-        lambda: model(token_ids, use_cache=True, logits_to_keep=1, **argument),
-        restore,
+        lambda: model(token_ids, **options),
+        restore=lambda steps: remove_last(cache, steps * token_ids.shape[1]),
         prepare=lambda: use(name, model),
     )
 

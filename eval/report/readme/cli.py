@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from eval.core.console import EXIT_WRONG, usage_errors, write_results
-from eval.core.errors import UsageError
+from eval.core.errors import UsageError, check_choice
 from eval.core.results import FOLDER
 
 README = Path(__file__).resolve().parents[3] / "README.md"
+_BEGIN = re.compile(r"<!-- table:(?P<name>\S+) -->")
+_END = "<!-- /table -->"
+"""A table stands between these two, each on its own line."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,10 +48,8 @@ def readme(
 def update(file: Path, folder: Path, write: bool) -> list[str]:
     """Lines to take out of the file (`-`) and to put in (`+`), with their numbers; with `write` it is done.
 
-    Raises:
-        UsageError: the file or a result cannot be read or written, or markers are missing.
+    What cannot be read or written, and markers that are missing, are a `UsageError`.
     """
-    from eval.report.readme.markers import filled
     from eval.report.readme.tables import tables
 
     try:
@@ -62,3 +65,34 @@ def update(file: Path, folder: Path, write: bool) -> list[str]:
             lines += [f"{first + 1}: - {line}" for line in old[first:last]]
             lines += [f"{first + 1}: + {line}" for line in new[new_first:new_last]]
     return lines
+
+
+def filled(lines: list[str], tables: Mapping[str, str]) -> list[str]:
+    """The text with the tables in their places, an empty line before and behind each.
+
+    A marker of an unknown table, or one that is not closed or opened, is a `UsageError`, and so is a table
+    that has no place or two.
+    """
+    new: list[str] = []
+    found: list[str] = []
+    opened: str | None = None
+    for number, line in enumerate(lines, start=1):
+        begin = _BEGIN.fullmatch(line.strip())
+        if begin and opened is not None:
+            raise UsageError(f"line {number}: table {opened!r} is not closed with {_END}")
+        if begin:
+            opened = check_choice("table", begin["name"], tables)
+            found.append(opened)
+            new += [line, "", *tables[opened].splitlines(), ""]
+        elif line.strip() == _END:
+            if opened is None:
+                raise UsageError(f"line {number}: {_END} closes no table")
+            opened = None
+        if opened is None:
+            new.append(line)
+    if opened is not None:
+        raise UsageError(f"table {opened!r} is not closed with {_END}")
+    for name in tables:
+        if found.count(name) != 1:
+            raise UsageError(f"there are {found.count(name)} places <!-- table:{name} -->, instead of one")
+    return new

@@ -11,8 +11,8 @@ import jinja2
 
 from eval.core import results
 from eval.core.errors import UsageError
-from eval.run.lookups import DEFAULT_CACHE, MIB, problems
-from eval.run.rows import Metric, Run
+from eval.report.files import read as read_run
+from eval.run.rows import DEFAULT_CACHE, MIB, Metric, problems
 
 NAMES = ("caches", "speed", "quality", "formats")
 """A new one is a name here, `NAME.md.j2` beside this file, and a pair of markers in the README."""
@@ -22,8 +22,7 @@ _NOTHING = 1e-6
 def tables(folder: Path = results.FOLDER) -> Mapping[str, Callable[[], str]]:
     """Name -> makes the Markdown of that table from a folder of results, each file read once.
 
-    Raises:
-        UsageError: When called: a file cannot be read, or does not have the row that a table shows.
+    When called, a file that cannot be read, or lacks the row that a table shows, is a `UsageError`.
     """
     read = cache(lambda file: results.read(folder / file))
     environment = jinja2.Environment(
@@ -35,7 +34,7 @@ def tables(folder: Path = results.FOLDER) -> Mapping[str, Callable[[], str]]:
     environment.filters |= {"ratio": ratio, "times": times, "metric": metric, "perplexity": perplexity}
     environment.globals |= {
         "row": partial(row, read),
-        "run": lambda file: _run(folder / file),
+        "run": lambda file: read_run(folder / file),
         "hardware": partial(hardware, read),
         "problems": problems,
         "DEFAULT": DEFAULT_CACHE,
@@ -49,18 +48,8 @@ def tables(folder: Path = results.FOLDER) -> Mapping[str, Callable[[], str]]:
     return {name: partial(made, name) for name in NAMES}
 
 
-def _run(path: Path) -> Run:
-    from eval.report.files import read
-
-    return read(path)
-
-
 def row(read: Callable[[str], Mapping[str, Any]], file: str, bench: str, **cells: object) -> dict[str, Any]:
-    """The one row of a table in a file that has these cells.
-
-    Raises:
-        UsageError: The file cannot be read, or no row or several have them.
-    """
+    """The one row of a table in a file that has these cells; a `UsageError` if none or several have them."""
     found = results.rows(read(file), bench, **cells)
     if len(found) != 1:
         asked = ", ".join(f"{key}={value!r}" for key, value in cells.items())
@@ -90,10 +79,9 @@ def _machine(environment: Mapping[str, Any]) -> str:
 def times(seconds: Iterable[float]) -> list[str]:
     """Times that stand side by side: all in µs, or all in ms with as many digits as say something."""
     seconds = list(seconds)
-    longest_s = max(seconds)
-    if longest_s < 0.01:
+    if max(seconds) < 0.01:
         return [f"{1e6 * value:.0f} µs" for value in seconds]
-    digits = 1 if longest_s < 0.05 else 0
+    digits = 1 if max(seconds) < 0.05 else 0
     return [f"{1e3 * value:.{digits}f} ms" for value in seconds]
 
 

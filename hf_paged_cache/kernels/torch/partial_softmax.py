@@ -40,11 +40,6 @@ class Partial:
         mine, theirs = self.out.to(self.lse.dtype), other.out.to(self.lse.dtype)
         return Partial(torch.lerp(mine, theirs, weight[..., None]), torch.logaddexp(self.lse, other.lse))
 
-    def with_sink(self, logits: torch.Tensor) -> Partial:
-        """The same with one more key, of value zero and these scores, broadcastable to `lse`."""
-        weight = torch.sigmoid(self.lse - logits).masked_fill(self.lse == -torch.inf, 0.0)
-        return Partial(self.out.to(self.lse.dtype) * weight[..., None], torch.logaddexp(self.lse, logits))
-
     def tokens_first(self, dtype: torch.dtype) -> torch.Tensor:
         """The output as `[batch, q_tokens, q_heads, v_head_dim]`, contiguous."""
         return self.out.permute(0, 3, 1, 2, 4).to(dtype).contiguous().flatten(2, 3)
@@ -134,8 +129,7 @@ def _flash(
         scale=scale,
     )
     dim, sizes = (2, (group, q_tokens)) if packed else (1, (kv_heads, group))
-    out, lse = torch.unflatten(out, dim, sizes), torch.unflatten(lse, dim, sizes)
-    return Partial(out[..., :v_head_dim], lse)
+    return Partial(torch.unflatten(out, dim, sizes)[..., :v_head_dim], torch.unflatten(lse, dim, sizes))
 
 
 def _plain(

@@ -55,26 +55,22 @@ def _write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Te
     slots = (positions % blocks.block_size).expand_as(ids)
     stored = ids != NULL_BLOCK
     keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)  # [batch, tokens, kv_heads, dim]
-    if blocks.records is not None and blocks.form is not None:
+    if blocks.records is not None:
         stored = ids < NULL_BLOCK
-        _write_records(blocks, blocks.records, blocks.form, key_states, value_states, start)
+        _write_records(blocks, key_states, value_states, start)
         ids = dense_entry(ids)
     if not stored.all():
-        ids, slots, keys, values = ids[stored], slots[stored], keys[stored], values[stored]
-    blocks.keys[ids, :, slots] = keys
-    blocks.values[ids, :, slots] = values
+        ids, slots, keys, values = (x[stored] for x in (ids, slots, keys, values))
+    blocks.keys[ids, :, slots], blocks.values[ids, :, slots] = keys, values
 
 
 def _write_records(
-    blocks: LayerBlocks,
-    records: torch.Tensor,
-    form: RecordFormat,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
-    start: int,
+    blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
 ) -> None:
     """Encode the tokens that fall into records, column by column of the table."""
-    size, end = blocks.block_size, start + key_states.shape[2]
+    records, form, size, end = blocks.records, blocks.form, blocks.block_size, start + key_states.shape[2]
+    assert records is not None, "only quantized layers come here"
+    assert form is not None, "and their records have a format"
     for column in range(start // size, -(-end // size)):
         ids = blocks.table[:, column].long()
         rows = (ids > NULL_BLOCK).nonzero()[:, 0]
@@ -85,21 +81,17 @@ def _write_records(
         content = records[ids[rows]]
         if form.format.is_per_token:
             form.encode_tokens(keys, values, content, first % size)
-        elif last - first == size:
-            form.encode(keys, values, content)
         else:
-            raise AssertionError(
-                f"{form.format.name} encodes full blocks, got {last - first} tokens of {size}"
-            )
+            new = last - first
+            assert new == size, f"{form.format.name} encodes full blocks, got {new} tokens of {size}"
+            form.encode(keys, values, content)
         records[ids[rows]] = content
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dispatch.gather`."""
     if start == end:
-        batch = blocks.table.shape[0]
-        keys, values = (x.new_empty(batch, x.shape[1], 0, x.shape[3]) for x in (blocks.keys, blocks.values))
-        return keys, values
+        return reference.gather(blocks, start, end)
     keys, values = _tokens(blocks, start, end)
     stored = _stored(blocks, start, end)
     if stored is not None:
@@ -113,7 +105,11 @@ def decode(
     """As `Backend.decode`."""
     read = read_mask(a.query, a.mask, a.end - a.start)
     query = split_heads(read.query, blocks.keys.shape[1])
-    partial = attend_blocks(blocks, a, query, read.visible, read.bias, chunk_tokens=_chunk_tokens(blocks, a))
+    kv_heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
+    chunk_tokens = CHUNK_BYTES // (a.query.shape[0] * kv_heads * dims * blocks.keys.element_size())
+    if not partial_softmax.has_flash(a.query, a.softcap):
+        chunk_tokens = min(chunk_tokens, scored_tokens(a))
+    partial = attend_blocks(blocks, a, query, read.visible, read.bias, chunk_tokens=chunk_tokens)
     partial = with_sinks(partial, a.sinks, read.taken)
     out = partial.tokens_first(a.query.dtype)
     if not return_lse:
@@ -139,17 +135,11 @@ def attend_blocks(
     chunk_tokens: int,
     read: Callable[[LayerBlocks, int, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> Partial:
-    """Attention over the stored tokens, chunk by chunk, without the sinks.
+    """Attention over the stored tokens, in chunks of so many, without the sinks.
 
-    Args:
-        blocks: Keys and values.
-        a: Range, scale, causal, window, softcap. Its `query` says no more than the number of tokens.
-        query: `[batch, kv_heads, group, q_tokens, head_dim]`, what is computed with.
-        visible: What the mask lets see of `[a.start, a.end)`, as `masking` has it.
-        bias: What the mask adds.
-        chunk_tokens: Tokens of the temporary.
-        read: What decodes quantized blocks, to values of the model's dtype. By default they are decoded here,
-            to float32.
+    Computed with `query` `[batch, kv_heads, group, q_tokens, head_dim]`; that of `a` says no more than the
+    number of tokens. `visible` and `bias` are of `[a.start, a.end)`, as `masking` has them. `read` decodes
+    quantized blocks to values of the model's dtype; without it they are decoded here, to float32.
     """
     merged: Partial | None = None
     if read is None or blocks.records is None:
@@ -174,12 +164,14 @@ def attend_blocks(
 
 
 def with_sinks(partial: Partial, sinks: torch.Tensor | None, taken: torch.Tensor | None) -> Partial:
-    """Attention with a sink per head, `[q_heads]`; `taken` as in `ReadMask`."""
+    """Attention with a sink per head, `[q_heads]`: a key of value zero; `taken` as in `ReadMask`."""
     if sinks is None:
         return partial
-    logits = sinks.to(partial.lse.dtype)[None, :, None]  # [1, q_heads, 1]
-    logits = logits if taken is None else logits - taken
-    return partial.with_sink(torch.unflatten(logits, 1, partial.lse.shape[1:3]))
+    lse = partial.lse
+    logits = sinks.to(lse.dtype)[None, :, None]  # [1, q_heads, 1]
+    logits = torch.unflatten(logits if taken is None else logits - taken, 1, lse.shape[1:3])
+    weight = torch.sigmoid(lse - logits).masked_fill(lse == -torch.inf, 0.0)
+    return Partial(partial.out.to(lse.dtype) * weight[..., None], torch.logaddexp(lse, logits))
 
 
 def scored_tokens(a: Attention) -> int:
@@ -188,14 +180,8 @@ def scored_tokens(a: Attention) -> int:
     return SCORE_BYTES // (batch * q_heads * q_tokens * 4)
 
 
-def _chunk_tokens(blocks: LayerBlocks, a: Attention) -> int:
-    kv_heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
-    tokens = CHUNK_BYTES // (a.query.shape[0] * kv_heads * dims * blocks.keys.element_size())
-    return tokens if partial_softmax.has_flash(a.query, a.softcap) else min(tokens, scored_tokens(a))
-
-
 def _chunks(blocks: LayerBlocks, start: int, end: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
-    """`[start, end)` in runs of about `chunk_tokens`, at least a block, that meet at blocks' edges."""
+    """`[start, end)` in runs of about `chunk_tokens`, at least a block, that meet at edges of blocks."""
     step = max(chunk_tokens // blocks.block_size, 1) * blocks.block_size
     for first in range(start - start % blocks.block_size, end, step):
         yield max(first, start), min(first + step, end)
@@ -286,10 +272,9 @@ def _tiles(pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """
     _, kv_heads, block_size, dim = pool.shape
     tile = block_size * dim
-    block_stride = pool.stride(0)
-    if pool.stride()[1:] != (tile, dim, 1) or block_stride % tile:
+    if pool.stride()[1:] != (tile, dim, 1) or pool.stride(0) % tile:
         return pool[ids].transpose(1, 2).flatten(2, 3)
-    per_block = block_stride // tile
+    per_block = pool.stride(0) // tile
     matrix = pool.as_strided(((pool.shape[0] - 1) * per_block + kv_heads, tile), (tile, 1))
     heads = torch.arange(kv_heads, device=ids.device)[:, None]
     tiles = embedding(ids[:, None] * per_block + heads, matrix)  # [batch, kv_heads, columns, tile]

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 MOST = 1 << 50
 """No number of rows or tokens goes further."""
-_TIER = "device"
-"""Where all blocks lie."""
 _LONG_PROMPT_TOKENS = 1 << 31
 """A prompt this long tells no more than a longer one."""
 
@@ -55,9 +53,15 @@ class FormatSizes:
         """The numbers of the format; the budget is what weights leave of the memory."""
         request, needed = self._cache_bytes(1, context), self._cache_bytes(batch, context)
         growth = self._per_token(self._block_bytes.get(None, 0))
+        max_context = max_batch = None
+        if budget_bytes is not None:
+            counts = range(1, MOST)
+            if growth or self._cache_bytes(batch, MOST) > budget_bytes:  # otherwise any number of tokens fits
+                max_context = bisect_right(counts, budget_bytes, key=lambda n: self._cache_bytes(batch, n))
+            max_batch = bisect_right(counts, budget_bytes, key=lambda n: self._cache_bytes(n, context))
         return FormatPlan(
             kv_cache_dtype=self._config.kv_cache_dtype,
-            tier=_TIER,
+            tier="device",
             bytes_per_token=self._per_token(self._whole_block_bytes),
             growth_bytes_per_token=growth,
             request_bytes=request,
@@ -65,8 +69,8 @@ class FormatSizes:
             pool_bytes=self._pool_bytes(batch, context),
             state_bytes=self._state_bytes(batch, context),
             fits=None if budget_bytes is None else needed <= budget_bytes,
-            max_context=None if budget_bytes is None else self._max_context(batch, budget_bytes, growth),
-            max_batch=None if budget_bytes is None else self._max_batch(context, budget_bytes),
+            max_context=max_context,
+            max_batch=max_batch,
         )
 
     def _per_token(self, block_bytes: int) -> int:
@@ -91,12 +95,3 @@ class FormatSizes:
 
     def _cache_bytes(self, batch: int, context: int) -> int:
         return self._pool_bytes(batch, context) + self._state_bytes(batch, context)
-
-    def _max_context(self, batch: int, budget_bytes: int, growth: int) -> int | None:
-        """Most tokens that fit; None if any number does."""
-        if not growth and self._cache_bytes(batch, MOST) <= budget_bytes:
-            return None
-        return bisect_right(range(1, MOST), budget_bytes, key=lambda tokens: self._cache_bytes(batch, tokens))
-
-    def _max_batch(self, context: int, budget_bytes: int) -> int:
-        return bisect_right(range(1, MOST), budget_bytes, key=lambda rows: self._cache_bytes(rows, context))

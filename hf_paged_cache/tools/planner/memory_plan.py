@@ -217,12 +217,9 @@ def _ways_out(formats: tuple[FormatPlan, ...], weights: int) -> list[str]:
     widest = max(formats, key=lambda one: one.max_batch or 0)
     longest = max(formats, key=lambda one: one.max_context or 0)
     needed = weights + smallest.cache_bytes
-    return [
-        *([f"a batch of {widest.max_batch:,} in {widest.kv_cache_dtype}"] if widest.max_batch else []),
-        *(
-            [f"a context of {longest.max_context:,} in {longest.kv_cache_dtype}"]
-            if longest.max_context
-            else []
-        ),
-        f"a memory of {shown(needed)} ({needed:,} bytes) with {smallest.kv_cache_dtype}",
-    ]
+    ways = []
+    if widest.max_batch:
+        ways.append(f"a batch of {widest.max_batch:,} in {widest.kv_cache_dtype}")
+    if longest.max_context:
+        ways.append(f"a context of {longest.max_context:,} in {longest.kv_cache_dtype}")
+    return [*ways, f"a memory of {shown(needed)} ({needed:,} bytes) with {smallest.kv_cache_dtype}"]

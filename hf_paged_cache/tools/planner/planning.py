@@ -79,16 +79,24 @@ def plan_memory(
     """
     config, model = compat.resolve_config(config_or_model)
     kv_cache_dtype = own_name(kv_cache_dtype)
-    _check_counts(context, batch, kv_cache_dtype)
+    for name, unit, value in (("context", "tokens", context), ("batch", "rows", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
+            raise PagedCacheError(f"{name} must be a positive number of {unit}, got {value!r}")
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise PagedCacheError(
+            f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
+        )
     memory_bytes = None if memory is None else as_bytes("memory", memory)
     if config.is_encoder_decoder:
         raise UnsupportedLayerError(
             f"{config.model_type!r} is an encoder-decoder, whose cache also holds K and V of the source; "
             "plans are for decoders alone. Make the caches and ask their `memory_footprint()`"
         )
-    kept = _dtype_of(config, model, dtype)
-    is_guess = kept is None
-    kept = kept or torch.bfloat16
+    if dtype is None and model is not None:
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    for holder in (config, config.get_text_config(decoder=True)):
+        dtype = getattr(holder, "dtype", None) if dtype is None else dtype
+    kept = torch.bfloat16 if dtype is None else as_dtype("dtype", dtype)
     stored = shapes_of_config(config, kept) if model is None else shapes_of_model(model, kept)
     settings = {
         "block_size": block_size,
@@ -128,27 +136,8 @@ def plan_memory(
         weight_bytes=weight_bytes,
         formats=tuple(size.plan(context, batch, budget) for size in sizes),
         refused=refused,
-        notes=tuple(_notes(kv_cache_dtype, context, config, stored, is_guess=is_guess)),
+        notes=tuple(_notes(kv_cache_dtype, context, config, stored, is_guess=dtype is None)),
     )
-
-
-def _check_counts(context: int, batch: int, kv_cache_dtype: str) -> None:
-    for name, unit, value in (("context", "tokens", context), ("batch", "rows", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
-            raise PagedCacheError(f"{name} must be a positive number of {unit}, got {value!r}")
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise PagedCacheError(
-            f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
-        )
-
-
-def _dtype_of(config: PreTrainedConfig, model: Any, asked: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of K and V; None if nothing names it."""
-    if asked is None and model is not None:
-        asked = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    for holder in (config, config.get_text_config(decoder=True)):
-        asked = getattr(holder, "dtype", None) if asked is None else asked
-    return None if asked is None else as_dtype("dtype", asked)
 
 
 def _sizes(

@@ -153,7 +153,24 @@ class CacheProfile:
         Raises:
             PagedCacheError: That step was not measured.
         """
-        return _as_text(self, self.at(step))
+        at = self.at(step)
+        share = self.bytes_per_token / self.full_bytes_per_token
+        steps = [(str(step.step), _small(step.kl), f"{step.top1:.1%}") for step in self.steps]
+        layers = [_table_line(layer, self.layer_dtypes[layer.layer]) for layer in at.layers]
+        lines = [
+            f"{self.kv_cache_dtype} cache of {self.model_type}: {self.batch} rows, prompt of "
+            f"{self.prompt_tokens} tokens, {len(self.kl_by_step)} decode steps",
+            f"KL {self.kl:.2e} nats, top-1 {self.top1:.1%} (mean over steps); "
+            f"{self.bytes_per_token:,.0f} bytes per token, {share:.2f} of full precision",
+            "",
+            *aligned([("step", "KL", "top-1"), *steps]),
+            "",
+            f"RMS ratio after {at.step} steps; own: what the layer itself adds, of K and V that were exact",
+            *aligned([_HEADER, *layers]),
+            "",
+            f"worst layers: {', '.join(map(str, self.worst_layers(5)))}",
+        ]
+        return "\n".join(lines)
 
     def at(self, step: int | None = None) -> StepErrors:
         """What was measured after so many decode steps; after the last measured one by default.
@@ -218,27 +235,6 @@ class CacheProfile:
             return cls(**data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PagedCacheError(f"this is not the JSON of a CacheProfile: {error!r}") from error
-
-
-def _as_text(profile: CacheProfile, at: StepErrors) -> str:
-    """The profile's summary, and a line for every layer after a measured step."""
-    share = profile.bytes_per_token / profile.full_bytes_per_token
-    steps = [(str(step.step), _small(step.kl), f"{step.top1:.1%}") for step in profile.steps]
-    layers = [_table_line(layer, profile.layer_dtypes[layer.layer]) for layer in at.layers]
-    lines = [
-        f"{profile.kv_cache_dtype} cache of {profile.model_type}: {profile.batch} rows, prompt of "
-        f"{profile.prompt_tokens} tokens, {len(profile.kl_by_step)} decode steps",
-        f"KL {profile.kl:.2e} nats, top-1 {profile.top1:.1%} (mean over steps); "
-        f"{profile.bytes_per_token:,.0f} bytes per token, {share:.2f} of full precision",
-        "",
-        *aligned([("step", "KL", "top-1"), *steps]),
-        "",
-        f"RMS ratio after {at.step} steps; own: what the layer itself adds, of K and V that were exact",
-        *aligned([_HEADER, *layers]),
-        "",
-        f"worst layers: {', '.join(map(str, profile.worst_layers(5)))}",
-    ]
-    return "\n".join(lines)
 
 
 def _table_line(layer: LayerErrors, layer_dtype: str) -> tuple[str, ...]:

@@ -78,7 +78,14 @@ class Pair:
 
     def layer_errors(self) -> tuple[LayerErrors, ...]:
         """The errors of every layer now, those of attention since the last call."""
-        self._check_observed()
+        missing = sorted(set(bytes_per_token(self.cache)) - set(self._attention))
+        if missing:
+            raise UnsupportedLayerError(
+                f"layers {missing} of this {self._model.config.model_type!r} model do not hand the K and V "
+                "of the cache to an attention function that can be observed (code of their own, or an "
+                "implementation other than sdpa and eager), so their attention cannot be profiled; load the "
+                "model with attn_implementation='sdpa' if it has that"
+            )
         found = []
         for layer, attention in sorted(self._attention.items()):
             keys, values, own_keys, own_values = (
@@ -120,16 +127,6 @@ class Pair:
             want = self._outputs[id(call.module)]
             self._attention[layer].add(output.transpose(1, 2), want.transpose(1, 2))
 
-    def _check_observed(self) -> None:
-        missing = sorted(set(bytes_per_token(self.cache)) - set(self._attention))
-        if missing:
-            raise UnsupportedLayerError(
-                f"layers {missing} of this {self._model.config.model_type!r} model do not hand the K and V "
-                "of the cache to an attention function that can be observed (code of their own, or an "
-                "implementation other than sdpa and eager), so their attention cannot be profiled; load the "
-                "model with attn_implementation='sdpa' if it has that"
-            )
-
 
 def _layer_of(call: AttentionCall, cache: PagedCache) -> int | None:
     """The layer of a cache whose K and V a call attends; None if they are not of that cache."""
@@ -146,6 +143,3 @@ def bytes_per_token(cache: PagedCache) -> dict[int, float]:
         plain = float((head_dim + blocks.values.shape[3]) * blocks.keys.dtype.itemsize)
         found[layer] = heads * (plain if blocks.form is None else blocks.form.nbytes / block_size)
     return found
-
-
-# --- around the runs ----------------------------------------------------------------------------------------

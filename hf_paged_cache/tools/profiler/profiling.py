@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,12 +19,6 @@ from hf_paged_cache.host import architectures, compat
 
 from .cache_profile import CacheProfile
 from .step_errors import StepErrors, kl_divergence, top1_agreement
-
-if TYPE_CHECKING:
-    pass
-
-_ALSO_FULL = ("block_size", "max_tokens", "max_cache_len", "gpu_memory_utilization")
-"""Arguments that the full-precision cache takes, too; the others say how K and V are stored."""
 
 
 def profile_cache(
@@ -70,8 +64,7 @@ def profile_cache(
             layers that do not go through the attention function of this package.
     """
     _check_model(model)
-    steps = _checked_steps(steps)
-    _check_input(input_ids, steps)
+    steps = _checked_steps(input_ids, steps)
     if cache_arguments.pop("compile", False):
         raise PagedCacheError(
             "compile=True is of no use here: compiled steps cannot be looked into; leave it away"
@@ -196,27 +189,25 @@ def _check_model(model: object) -> None:
         )
 
 
-def _checked_steps(steps: object) -> tuple[int, ...]:
-    if (
+def _checked_steps(input_ids: torch.Tensor, steps: object) -> tuple[int, ...]:
+    """The steps in order, which leave a prompt of the ids."""
+    if not (
         isinstance(steps, list | tuple | range)
         and all(isinstance(step, int) and not isinstance(step, bool) and step > 0 for step in steps)
         and 0 < len(set(steps)) == len(steps)
     ):
-        return tuple(sorted(steps))
-    raise PagedCacheError(
-        f"steps must be different positive numbers of decode steps, got {steps!r}; the "
-        "default is (10, 50, 100)"
-    )
-
-
-def _check_input(input_ids: torch.Tensor, steps: tuple[int, ...]) -> None:
+        raise PagedCacheError(
+            f"steps must be different positive numbers of decode steps, got {steps!r}; the "
+            "default is (10, 50, 100)"
+        )
     is_tensor = isinstance(input_ids, torch.Tensor)
     if not is_tensor or input_ids.dim() != 2 or not len(input_ids) or input_ids.is_floating_point():
         got = f"{input_ids.dtype} {list(input_ids.shape)}" if is_tensor else type(input_ids).__name__
         raise PagedCacheError(f"input_ids must be token ids [batch, tokens], got {got}")
-    tokens = input_ids.shape[1]
-    if tokens <= steps[-1]:
+    tokens, last = input_ids.shape[1], max(steps)
+    if tokens <= last:
         raise PagedCacheError(
-            f"input_ids has {tokens} tokens per row, and {steps[-1]} decode steps after a prompt need at "
-            f"least {steps[-1] + 1}; give longer rows, or steps below {tokens}"
+            f"input_ids has {tokens} tokens per row, and {last} decode steps after a prompt need at "
+            f"least {last + 1}; give longer rows, or steps below {tokens}"
         )
+    return tuple(sorted(steps))

@@ -150,17 +150,17 @@ def test_tokens_that_a_stock_cache_has_not_quantized_are_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "form", "tokens", "limits"),
+    ("shape", "form", "tokens", "limit"),
     [
-        ("Llama-3-8B", "int8", 8192, [9.0]),
-        ("Llama-3-8B", "int4", 8192, [10.0]),
-        ("SmolLM2-135M", "int4", 8192, [6.0]),
-        ("SmolLM2-135M", "int4", 2048, []),
-        ("Llama-3-8B", "fp8", 8192, []),
+        ("Llama-3-8B", "int8", 8192, 9.0),
+        ("Llama-3-8B", "int4", 8192, 10.0),
+        ("SmolLM2-135M", "int4", 8192, 6.0),
+        ("SmolLM2-135M", "int4", 2048, None),
+        ("Llama-3-8B", "fp8", 8192, None),
     ],
 )
-def test_speed_is_required_at_8192_tokens(shape: str, form: str, tokens: int, limits: list[float]) -> None:
-    assert [bound.limit for bound in formats_step._bounds(shape, form, tokens, 1.0)] == limits
+def test_speed_is_required_at_8192_tokens(shape: str, form: str, tokens: int, limit: float | None) -> None:
+    assert formats_step.MIN_SPEEDUP.get((shape, form, tokens)) == limit
 
 
 # --- whole models -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from eval.bench import green, kernel_tests, registry
+from eval.bench import kernel_tests, registry
 from eval.bench.cli import app
 from eval.bench.context import Bench
 from eval.bench.kernel_tests import NotGreen, Outcome, require_green
@@ -24,7 +24,7 @@ FACTS = {"versions": {"torch": "2.13"}, "variables": {}}
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of this test's own, and facts that do not take seconds to find."""
     monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(green, "facts", lambda backend: dict(FACTS))
+    monkeypatch.setattr(kernel_tests, "facts", lambda backend: dict(FACTS))
     return tmp_path / "cache"
 
 
@@ -185,7 +185,7 @@ def test_other_versions_or_variables_run_the_tests_again(
     project: Path, runs: list[kernel_tests.Selection], monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
 ) -> None:
     ask(project)
-    monkeypatch.setattr(green, "facts", lambda backend: facts)
+    monkeypatch.setattr(kernel_tests, "facts", lambda backend: facts)
     assert not ask(project).from_earlier_run
 
 
@@ -267,12 +267,12 @@ def test_the_instruction_sets_are_those_that_kernels_are_compiled_for() -> None:
 def test_facts_name_versions_the_compiled_library_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("HF_PAGED_CACHE_CPU_ISA", "portable")
-    monkeypatch.setattr(green, "_library", lambda: "cpu-portable-0123.so")
-    facts = green.facts("cpp")
+    monkeypatch.setattr(kernel_tests, "_library", lambda: "cpu-portable-0123.so")
+    facts = kernel_tests.facts("cpp")
     assert facts["library"] == "cpu-portable-0123.so"
     assert facts["variables"]["HF_PAGED_CACHE_CPU_ISA"] == "portable"
     assert facts["versions"]["pytest"] == pytest.__version__
-    assert green.facts("torch")["library"] is None
+    assert kernel_tests.facts("torch")["library"] is None
     json.dumps(facts)
 
 

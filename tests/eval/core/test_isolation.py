@@ -104,7 +104,7 @@ def test_leaving_off_kills_what_runs() -> None:
 
 def test_a_worker_ends_with_the_process_that_has_started_it() -> None:
     code = (
-        "from eval.core.isolation import Workers\nfrom tests.eval.isolated_calls import act\n"
+        "from eval.core.isolation import Workers\nfrom tests.eval.core.isolated_calls import act\n"
         "Workers(act, on_event=lambda pid: print(pid, flush=True)).one('tell_and_hang')"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

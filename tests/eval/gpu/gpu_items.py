@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eval.core.hardware import Device
-from eval.gpu.items import Record
+from eval.gpu.plan import Record
 
 
 def crash(record: Record, device: Device) -> None:

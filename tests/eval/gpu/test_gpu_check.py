@@ -17,8 +17,7 @@ from eval.core.hardware import TOY, Device
 from eval.core.isolation import NO_TIME, Call, Outcome
 from eval.core.timing import Contender, interleave
 from eval.gpu import cases, cli, kernels, plan
-from eval.gpu.items import Item, Record
-from eval.gpu.plan import Settings
+from eval.gpu.plan import Item, Record, Settings
 from eval.gpu.worker import run_item
 from tests.eval.gpu.gpu_items import crash, fine
 from tests.kernels import cases as tables
@@ -273,6 +272,7 @@ def _dry_run(tmp_path: Path, command: list[str], *arguments: str) -> tuple[dict[
     return json.loads((tmp_path / "gpu_check.json").read_text()), done.stdout
 
 
+@pytest.mark.full  # in a process of its own; what it does is seen below, and by other tests of `check`
 def test_a_dry_run_of_attention_finds_the_torch_backend_right(tmp_path: Path) -> None:
     command = ["eval/gpu_check.py"]
     document, out = _dry_run(tmp_path, command, "--backend", "torch", "--sections", "c", "--seed", "3")

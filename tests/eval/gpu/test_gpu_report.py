@@ -9,8 +9,7 @@ from rich.console import Console
 
 from eval.core.isolation import NO_TIME
 from eval.core.table import Bound, Row
-from eval.gpu.items import Record
-from eval.gpu.plan import Settings
+from eval.gpu.plan import Record, Settings
 from eval.gpu.report import Report
 
 

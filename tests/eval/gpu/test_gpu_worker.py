@@ -8,8 +8,7 @@ from eval.core.hardware import Device, Skip
 from eval.core.isolation import Last
 from eval.core.table import WrongAnswer
 from eval.gpu import plan, worker
-from eval.gpu.items import Item, Record
-from eval.gpu.plan import Settings
+from eval.gpu.plan import Item, Record, Settings
 from eval.gpu.worker import run_item, run_one
 from tests.eval.gpu.gpu_items import crash, fine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ def test_a_scheme_that_cannot_be_had_says_why_and_the_others_run(ids: torch.Tens
 
 
 def test_an_error_in_a_stock_cache_is_its_problem_and_in_ours_is_raised(ids: torch.Tensor) -> None:
-    def broken(model: Any) -> Any:
-        cache = SCHEMES["dynamic"].create(model)
+    def broken(name: str, model: Any) -> Any:
+        cache = SCHEMES[name].create(model)
 
         def update(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("no such kernel")
@@ -138,10 +139,10 @@ def test_an_error_in_a_stock_cache_is_its_problem_and_in_ours_is_raised(ids: tor
         return cache
 
     model = shared_model("llama")
-    theirs = Scheme("theirs", "", broken, SCHEMES["dynamic"].measure, "dynamic")
+    theirs = Scheme("theirs", "", partial(broken, "dynamic"))
     (outcome,) = protocol.run(model, ids, [theirs], chunk=CHUNK).outcomes
     assert outcome.problem == "failed: no such kernel"
-    ours = Scheme("ours", "", broken, SCHEMES["auto"].measure, "paged")
+    ours = Scheme("ours", "", partial(broken, "auto"))
     with pytest.raises(RuntimeError, match="no such kernel"):
         protocol.run(model, ids, [ours], chunk=CHUNK)
 
@@ -208,7 +209,7 @@ def test_a_stock_cache_takes_chunks_and_its_quantized_part_is_counted_apart(ids:
     def create(model: Any) -> Any:
         return Cache(layers=[ByteLayer(residual_length=128) for _ in range(LAYERS)])
 
-    scheme = Scheme("stock byte", "", create, storage.of_quantized, "dynamic")
+    scheme = Scheme("stock byte", "", create)
     (outcome,) = protocol.run(shared_model("llama"), ids, [scheme], chunk=CHUNK).outcomes
     counted = outcome.storage
     assert outcome.problem is None

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from eval.core import models
 from eval.core.models import LoadedModel
 from eval.core.table import Result
-from eval.quality import picture, requirements, tables
+from eval.quality import picture, tables
 from eval.quality.cli import app
 from eval.quality.protocol import Comparison, Outcome, Score
-from eval.quality.requirements import REQUIRED, Protocol
 from eval.quality.schemes import SCHEMES
 from eval.quality.storage import Storage
+from eval.quality.tables import REQUIRED, Protocol
 
 ARGUMENTS = ["--tokens", "96", "--rows", "1", "--chunk", "32", "--model", "tiny"]
 SMALL = Protocol("tiny", rows=1, tokens=96, chunk=32)
@@ -36,7 +36,7 @@ def comparison(*outcomes: Outcome, key_offset: bool = False) -> Comparison:
 def verdicts(compared: Comparison) -> dict[str, list[tuple[str, bool]]]:
     found = {
         outcome.scheme.name: [
-            (bound.what, bound.holds) for bound in requirements.bounds(outcome, compared, REQUIRED)
+            (bound.what, bound.holds) for bound in tables.bounds(outcome, compared, REQUIRED)
         ]
         for outcome in compared.outcomes
     }
@@ -93,7 +93,7 @@ def test_with_the_offset_perplexity_is_judged_in_both_directions_and_full_precis
 )
 def test_of_another_run_nothing_is_required(other: Protocol) -> None:
     compared = comparison(outcome("int8", 1.0))
-    assert [*requirements.bounds(compared.outcomes[0], compared, other)] == []
+    assert [*tables.bounds(compared.outcomes[0], compared, other)] == []
 
 
 # --- tables and pictures ------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ def test_a_run_prints_both_tables_and_writes_json_and_picture(tmp_path: Path) ->
 def test_a_required_number_that_is_missed_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, limit: float, exit_code: int
 ) -> None:
-    monkeypatch.setattr(requirements, "REQUIRED", SMALL)
-    monkeypatch.setattr(requirements, "MAX_KL_NATS", {"int8": limit})
+    monkeypatch.setattr(tables, "REQUIRED", SMALL)
+    monkeypatch.setattr(tables, "MAX_KL_NATS", {"int8": limit})
     result = CliRunner().invoke(app, [*ARGUMENTS, "--only", "int8"])
     assert result.exit_code == exit_code, result.output
     assert ("✗ quality [int8]: KL is" in result.output) is bool(exit_code)

@@ -9,9 +9,9 @@ import pytest
 
 from eval import report
 from eval.plots import Picture
-from eval.report.content import NO_PICTURES, document
-from eval.report.render import html
-from eval.run.rows import Row
+from eval.report.content import NO_PICTURES
+from eval.report.render import html, markdown
+from eval.run.rows import Prediction, Row
 from tests.eval.report.fake_runs import ATTACK, few_rows, full_run
 
 _VOID = {"meta", "img"}
@@ -45,7 +45,7 @@ class _Page(HTMLParser):
 @pytest.fixture
 def page(tmp_path: Path) -> _Page:
     (tmp_path / "a.png").write_bytes(PNG)
-    return _Page(html(document(full_run(), [Picture("a.png", "A <title>", "A & caption")]), tmp_path))
+    return _Page(html(markdown(full_run(), [Picture("a.png", "A <title>", "A & caption")]), tmp_path))
 
 
 def test_every_element_is_closed(page: _Page) -> None:
@@ -82,6 +82,16 @@ def test_an_answer_of_a_model_is_shown_and_cannot_inject_html(page: _Page, tmp_p
     assert sum(tag == "img" for tag, _ in page.elements) == 1
 
 
+def test_what_means_something_to_markdown_is_shown_as_it_is(tmp_path: Path) -> None:
+    text = r"a_b _c_ *d* `e` \* \\ [f](g) ![h](i.png) &amp; ~~j~~ $k$ <i> a|b \| https://l.m # n 1. o"
+    answer = Prediction("summarization", "dynamic", "first", text, "", None)
+    settings = {"odd": text}
+    run = dataclasses.replace(few_rows(), predictions=[answer], settings=settings)
+    page = _Page(html(markdown(run, []), tmp_path))
+    assert sum(text in found for found in page.texts) == 2
+    assert "img" not in {tag for tag, _ in page.elements}
+
+
 @pytest.mark.parametrize("field", ["cache", "task", "problem", "source", "title", "setting"])
 def test_no_other_text_can_inject_html_either(field: str, tmp_path: Path) -> None:
     evil = '"><img src=x onerror=alert(1)>'
@@ -99,7 +109,7 @@ def test_no_other_text_can_inject_html_either(field: str, tmp_path: Path) -> Non
         titles={"c": evil if field == "title" else ""},
         settings={evil: evil} if field == "setting" else {},
     )
-    text = html(document(run, []), tmp_path)
+    text = html(markdown(run, []), tmp_path)
     assert evil not in text
     found = _Page(text)
     assert "img" not in {tag for tag, _ in found.elements}
@@ -107,7 +117,7 @@ def test_no_other_text_can_inject_html_either(field: str, tmp_path: Path) -> Non
 
 
 def test_it_says_how_to_get_pictures_that_could_not_be_drawn(tmp_path: Path) -> None:
-    assert NO_PICTURES in _Page(html(document(full_run(), None), tmp_path)).texts
+    assert NO_PICTURES in _Page(html(markdown(full_run(), None), tmp_path)).texts
 
 
 def test_a_run_becomes_one_file_that_holds_all_its_pictures(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from eval.core.errors import UsageError
 from eval.core.results import FOLDER, read
-from eval.report.readme import markers
-from eval.report.readme.cli import README, app, update
+from eval.report.readme.cli import README, app, filled, update
 from eval.report.readme.tables import NAMES, hardware, ratio, tables, times
 
 
@@ -92,7 +91,7 @@ def test_every_row_of_a_table_has_a_cell_for_each_column(name: str) -> None:
 )
 def test_markers_that_do_not_fit_are_named(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        markers.filled(text.splitlines(), {"a": "1", "b": "2"})
+        filled(text.splitlines(), {"a": "1", "b": "2"})
 
 
 def test_tables_replace_what_is_between_their_markers_and_nothing_else() -> None:
@@ -106,12 +105,12 @@ def test_tables_replace_what_is_between_their_markers_and_nothing_else() -> None
         "<!-- table:a -->",
         "<!-- /table -->",
     ]
-    new = markers.filled(lines, {"a": "1", "b": "2\n3"})
+    new = filled(lines, {"a": "1", "b": "2\n3"})
     assert new == [
         *("x", "<!-- table:b -->", "", "2", "3", "", "<!-- /table -->"),
         *("y", "<!-- table:a -->", "", "1", "", "<!-- /table -->"),
     ]
-    assert markers.filled(new, {"a": "1", "b": "2\n3"}) == new
+    assert filled(new, {"a": "1", "b": "2\n3"}) == new
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from eval import plots, report
 from eval.core.errors import UsageError
 from eval.core.statistics import Spread
 from eval.report import numbers
-from eval.report.columns import COLUMNS, DIFFERENCE_RULE, cells
-from eval.report.content import document
 from eval.report.render import markdown
+from eval.report.terminal import COLUMNS, DIFFERENCE_RULE, cells
 from eval.run.rows import Metric, Prediction, Row, Run
 from tests.eval.report.fake_runs import ATTACK, BITS, CONTEXTS, FAILED, MISSING, few_rows, full_run
 
@@ -250,7 +249,7 @@ def test_a_run_folder_holds_config_results_answers_and_reports(tmp_path: Path) -
 
 
 def _markdown(run: Run) -> str:
-    return markdown(document(run, []))
+    return markdown(run, [])
 
 
 def test_the_report_states_subject_table_rule_meanings_memory_settings_and_machine() -> None:
