@@ -73,7 +73,8 @@ class LayerGroup:
         self._unguarded = {i for i in specs if guard != "off" and key_guard.concerns(self.formats[i])}
         self.pools: list[LayerPool] = []  # made when the first layer that needs them is written
         self.holder = Holder(self.manager, self.pools)
-        self._layers: dict[int, tuple[LayerPool, int, LayerBlocks]] = {}
+        self.blocks: dict[int, LayerBlocks] = {}  # by layer; filled as layers claim their places
+        self._pools: dict[int, LayerPool] = {}  # by layer
         self._tables = DeviceTables(self.manager, self.dense, row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self._faults: dict[torch.device, Faults] = {}
         self._store_version = store.version
@@ -98,7 +99,7 @@ class LayerGroup:
         """Format -> bytes of the blocks that hold tokens; `auto` is the model's dtype."""
         blocks, slots = self.store.blocks.num_referenced, len(self.dense.live_slots(self.manager))
         total: Counter[str] = Counter()
-        for pool, _, _ in self._layers.values():
+        for pool in self._pools.values():
             dense = blocks if pool.layout is None else slots
             total["auto"] += dense * pool.shape.dense_bytes(self.block_size)
             if pool.shape.format is not None:
@@ -110,11 +111,6 @@ class LayerGroup:
         """Bytes of the block tables and lengths that kernels read."""
         return self._tables.nbytes
 
-    @property
-    def blocks(self) -> dict[int, LayerBlocks]:
-        """Layer index -> where its K and V lie, of layers that have claimed their places."""
-        return {layer_idx: blocks for layer_idx, (_, _, blocks) in self._layers.items()}
-
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
         shape = replace(shape, format=self.formats[layer_idx])
@@ -123,12 +119,10 @@ class LayerGroup:
         except PagedCacheError as error:
             raise PagedCacheError(f"layer {layer_idx}: {error}") from error
         self.store.streams.enter(shape.device, takes_blocks=True)
-        alike, left = (
-            (self.specs[layer_idx], self.formats[layer_idx]),
-            self.specs.keys() - self._layers.keys(),
-        )
+        alike = self.specs[layer_idx], self.formats[layer_idx]
+        left = self.specs.keys() - self._pools.keys()
         expected = sum((self.specs[index], self.formats[index]) == alike for index in left)
-        return self._add_layer(layer_idx, *self._place(layer_idx, shape, expected))
+        return self._add_layer(layer_idx, self._pool_for(layer_idx, shape, expected))
 
     # --- rows -----------------------------------------------------------------------------------------------
 
@@ -216,8 +210,8 @@ class LayerGroup:
         if not full:
             return
         slots, ids = split_pairs(full)
-        for layer_idx in sorted(self._unguarded & self._layers.keys()):
-            keys = self._layers[layer_idx][2].keys
+        for layer_idx in sorted(self._unguarded & self.blocks.keys()):
+            keys = self.blocks[layer_idx].keys
             self._judge(layer_idx, keys[torch.tensor(slots, device=keys.device)])
         self._enter_streams(takes_blocks=False)
         for pool in self.pools:
@@ -257,14 +251,15 @@ class LayerGroup:
 
     def _move(self, layer_idx: int, kv_format: KVFormat) -> None:
         """Store a layer in another format, before any of its blocks is a record."""
-        old, old_place, blocks = self._layers[layer_idx]
-        pool, place = self._place(layer_idx, replace(old.shape, format=kv_format), 1)
+        old = self._pools[layer_idx]
+        pool = self._pool_for(layer_idx, replace(old.shape, format=kv_format), 1)
+        old_place, place = old.tensors.layers[layer_idx], pool.tensors.layers[layer_idx]
         for slot in self.dense.live_slots(self.manager):
             pool.keys[slot, place] = old.keys[slot, old_place]
             pool.values[slot, place] = old.values[slot, old_place]
         self.formats[layer_idx] = kv_format
-        self._layers[layer_idx] = (pool, place, blocks)
-        is_unused = all(held is not old for held, _, _ in self._layers.values())
+        self._pools[layer_idx] = pool
+        is_unused = all(held is not old for held in self._pools.values())
         if is_unused and len(old.tensors.layers) == old.tensors.num_layers:
             self.pools.remove(old)
             self.store.drop(old.tensors)
@@ -297,7 +292,7 @@ class LayerGroup:
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
         version = self.store.version
-        for layer_idx in self._layers if self._store_version != version else ():
+        for layer_idx in self._pools if self._store_version != version else ():
             self._bind(layer_idx)
         self._store_version = version  # last: whoever is interrupted does it again
 
@@ -313,13 +308,13 @@ class LayerGroup:
             offsets=[table.offset for table in tables],
             first_held=self.manager.first_held,
             dense=[numbers[block_id] for block_id in slots],
-            unguarded=[index for index in self._layers if index in self._unguarded],
-            layers={index: self._export_layer(index, tokens[index], slots) for index in self._layers},
+            unguarded=[index for index in self._pools if index in self._unguarded],
+            layers={index: self._export_layer(index, tokens[index], slots) for index in self._pools},
         )
 
     def _export_layer(self, layer_idx: int, tokens: int, slots: Mapping[int, int]) -> SavedLayer:
-        pool, place, _ = self._layers[layer_idx]
-        held = self._tokens_in_blocks(tokens)
+        pool, held = self._pools[layer_idx], self._tokens_in_blocks(tokens)
+        place = pool.tensors.layers[layer_idx]
         if pool.slots is None:
             keys, values = pool.tensors.export(place, held)
             records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=keys.device)
@@ -345,7 +340,8 @@ class LayerGroup:
         slots = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
         self._grow_slots()
         for layer_idx, layer in saved.layers.items():
-            pool, place, _ = self._layers[layer_idx]
+            pool = self._pools[layer_idx]
+            place = pool.tensors.layers[layer_idx]
             if pool.slots is None:
                 pool.tensors.import_(place, [*ids.values()], (layer.keys, layer.values))
             else:
@@ -359,7 +355,9 @@ class LayerGroup:
         """Remember all that a change can change, but for what lies in blocks."""
         restore_manager, restore_dense, pools = self.manager.save(), self.dense.save(), [*self.pools]
         step, tokens = self.holder.step, self.num_tokens
-        attributes = {name: copy.copy(getattr(self, name)) for name in ("formats", "_unguarded", "_layers")}
+        attributes = {
+            name: copy.copy(getattr(self, name)) for name in ("formats", "_unguarded", "blocks", "_pools")
+        }
 
         def restore() -> None:
             vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
@@ -400,9 +398,9 @@ class LayerGroup:
         used_slots = {slot: held[block_id] for block_id, slot in slots.items()}
         copied.pools = [pool.copy(each, used_slots) for pool, each in zip(self.pools, tensors, strict=True)]
         copied.holder = Holder(copied.manager, copied.pools)
-        copied._layers = {}
-        for layer_idx, (pool, place, _) in self._layers.items():
-            copied._add_layer(layer_idx, copied.pools[self.pools.index(pool)], place)
+        copied.blocks, copied._pools = {}, {}
+        for layer_idx, pool in self._pools.items():
+            copied._add_layer(layer_idx, copied.pools[self.pools.index(pool)])
         copied._store_version = copied.store.version
         copied.store.join(copied.holder)
         return copied
@@ -412,30 +410,31 @@ class LayerGroup:
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""
         if self._tables.sync(from_column):
-            for layer_idx in self._layers:
+            for layer_idx in self._pools:
                 self._bind(layer_idx)
         if self.dense:
             columns = {
                 id(pool): self._tables.dense_columns(pool.shape.device, is_marked=pool.layout is not None)
                 for pool in self.pools
             }
-            for pool, _, blocks in self._layers.values():
-                blocks.dense_columns = columns[id(pool)]
+            for layer_idx, blocks in self.blocks.items():
+                blocks.dense_columns = columns[id(self._pools[layer_idx])]
 
     def _has_marks(self, pool: LayerPool) -> bool:
         return bool(self.dense) and pool.layout is not None
 
-    def _add_layer(self, layer_idx: int, pool: LayerPool, place: int) -> LayerBlocks:
+    def _add_layer(self, layer_idx: int, pool: LayerPool) -> LayerBlocks:
+        place = pool.tensors.layers[layer_idx]
         table = self._tables.table(pool.shape.device, is_marked=self._has_marks(pool))
-        blocks = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
-        self._layers[layer_idx] = (pool, place, blocks)
+        blocks = self.blocks[layer_idx] = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
+        self._pools[layer_idx] = pool
         self._bind(layer_idx)
         return blocks
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
-        pool, place, blocks = self._layers[layer_idx]
-        device = pool.shape.device
+        pool, blocks = self._pools[layer_idx], self.blocks[layer_idx]
+        device, place = pool.shape.device, pool.tensors.layers[layer_idx]
         blocks.native = blocks.choice = None  # first: what it points to may go
         self._tables.bind(blocks, device, is_marked=self._has_marks(pool))
         blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
@@ -451,14 +450,14 @@ class LayerGroup:
         for device in {pool.shape.device for pool in self.pools}:
             self.store.streams.enter(device, takes_blocks=takes_blocks)
 
-    def _place(self, layer_idx: int, shape: PoolShape, num_layers: int) -> tuple[LayerPool, int]:
-        """The pool of a layer and its place there; if tensors have to be made, for so many layers."""
-        tensors, place = self.store.claim(layer_idx, shape, num_layers)
+    def _pool_for(self, layer_idx: int, shape: PoolShape, num_layers: int) -> LayerPool:
+        """A pool where a layer has a place; if tensors have to be made, for so many layers."""
+        tensors = self.store.claim(layer_idx, shape, num_layers)
         pool = next((pool for pool in self.pools if pool.tensors is tensors), None)
         if pool is None:
             pool = LayerPool(tensors, num_slots=self.dense.num_slots)
             self.pools.append(pool)
-        return pool, place
+        return pool
 
     def _grow_slots(self) -> None:
         """Make the pools as large as the slots that were given out."""
@@ -466,7 +465,7 @@ class LayerGroup:
         grown = [pool for pool in self.pools if pool.layout is not None and pool.keys.shape[0] < num_slots]
         for pool in grown:
             pool.grow_slots(num_slots)
-        for layer_idx in self._layers if grown else ():
+        for layer_idx in self._pools if grown else ():
             self._bind(layer_idx)
 
     def _tokens_in_blocks(self, tokens: int) -> dict[int, int]:

@@ -132,11 +132,11 @@ class PoolTensors:
         """Bytes of one block over all layers."""
         return self.num_layers * self.shape.block_bytes(self.block_size)
 
-    def claim(self, layer_idx: int) -> int | None:
-        """The place of a layer, a new one if it has none yet; None if there is no room."""
+    def claim(self, layer_idx: int) -> bool:
+        """Give a layer a place if it has none yet; False if there is no room."""
         if layer_idx not in self.layers and len(self.layers) < self.num_layers:
             self.layers[layer_idx] = len(self.layers)
-        return self.layers.get(layer_idx)
+        return layer_idx in self.layers
 
     def copy(
         self, num_blocks: int, used: Mapping[int, int], moved: Mapping[int, int] = _NOWHERE

@@ -170,9 +170,10 @@ class StaticGroup(LayerGroup):
     def _rebuild(self) -> None:
         """Note where everything lies, and that it will stay there."""
         counted: set[torch.device] = set()
-        for layer_idx, (pool, place, blocks) in self._layers.items():
+        for layer_idx, blocks in self.blocks.items():
             assert blocks.lengths is not None, "static groups keep lengths on every device"
-            device = pool.shape.device
+            pool = self._pools[layer_idx]
+            device, place = pool.shape.device, pool.tensors.layers[layer_idx]
             lengths = blocks.lengths.on_device
             self.static_blocks[layer_idx] = StaticBlocks(
                 pool.keys, pool.values, place, blocks.table, lengths, advances=device not in counted

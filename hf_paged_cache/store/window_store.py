@@ -101,12 +101,11 @@ class WindowStore:
 
         return restore
 
-    def claim(self, layer_idx: int, shape: PoolShape, num_layers: int) -> tuple[PoolTensors, int]:
-        """The tensors of a layer and its place there; if some have to be made, for so many layers."""
+    def claim(self, layer_idx: int, shape: PoolShape, num_layers: int) -> PoolTensors:
+        """Tensors where a layer has a place; if some have to be made, for so many layers."""
         for tensors in self.tensors:
-            place = tensors.claim(layer_idx) if tensors.shape == shape else None
-            if place is not None:
-                return tensors, place
+            if tensors.shape == shape and tensors.claim(layer_idx):
+                return tensors
         tensors = PoolTensors(
             shape,
             num_blocks=self.num_blocks,
@@ -115,9 +114,8 @@ class WindowStore:
             grows=self.grows,
         )
         self.tensors.append(tensors)
-        place = tensors.claim(layer_idx)
-        assert place is not None, "new tensors have room for a layer"
-        return tensors, place
+        tensors.claim(layer_idx)
+        return tensors
 
     def drop(self, tensors: PoolTensors) -> None:
         """Forget tensors that no holder uses."""

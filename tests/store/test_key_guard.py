@@ -141,7 +141,7 @@ def test_a_move_that_fails_is_tried_again(model: Any, monkeypatch: pytest.Monkey
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_paged_cache.store.layer_group.LayerGroup._place", fail)
+        patch.setattr("hf_paged_cache.store.layer_group.LayerGroup._pool_for", fail)
         with pytest.raises(MemoryError):
             cache.update(*states(1), 0)
     update_all(cache, *states(1))

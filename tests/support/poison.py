@@ -51,7 +51,7 @@ def _tokens_in(group: LayerGroup, layer_idx: int, length: int) -> tuple[dict[int
     blocks = group.blocks[layer_idx]
     records: dict[int, int] = {}
     slots: dict[int, int] = {}
-    pool, size = group._layers[layer_idx][0], blocks.block_size
+    pool, size = group._pools[layer_idx], blocks.block_size
     for holder in group.store.holders:
         if not any(each.tensors is pool.tensors for each in holder.pools):
             continue
