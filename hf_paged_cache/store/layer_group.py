@@ -61,7 +61,6 @@ class LayerGroup:
         guard: KeyErrorGuard = "off",
     ) -> None:
         size = store.block_size
-        self.window = store.window  # tokens a query sees, itself included, or None for all
         self.specs = specs
         self.store = store
         self.formats = {index: precision.formats[index] for index in specs}
@@ -79,6 +78,11 @@ class LayerGroup:
         self._faults: dict[torch.device, Faults] = {}
         self._store_version = store.version
         store.join(self.holder)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens a query sees, itself included, or None for all."""
+        return self.store.window
 
     @property
     def block_size(self) -> int:
