@@ -108,25 +108,21 @@ class Reference:
     def _judge(self, make_cache: MakeCache) -> tuple[Verdict, Run | None]:
         try:
             cache = make_cache(self._model)
+            if self.run is None:
+                return Verdict(NO_REFERENCE, reason=self.problem), None
+            expected, mine = self._with(cache, self.run)
         except Exception as error:
-            return Verdict(_status_of(error), reason=one_line(error)), None
-        if self.run is None:
-            return Verdict(NO_REFERENCE, reason=self.problem), None
-        try:
-            expected, mine = self._with(cache)
-        except Exception as error:
-            return Verdict(_status_of(error), reason=one_line(error)), None
+            return Verdict(REFUSED if is_refusal(error) else FAILED, reason=one_line(error)), None
         if not _is_written(cache):
             return Verdict(IGNORED, reason="nothing was written to the cache"), mine
         found = runs.difference(expected, mine, self.case.beams)
         return Verdict(EQUAL if found.is_none else DIFFERENT, found.logits), mine
 
-    def _with(self, cache: Any) -> tuple[Run, Run]:
+    def _with(self, cache: Any, expected: Run) -> tuple[Run, Run]:
         """The run with a cache, and before it the one to compare it with."""
-        assert self.run is not None, "looked at before"
         first = self._generate(self.prompt, cache)
         if self.case.turns == 1:
-            return self.run, first
+            return expected, first
         if not torch.equal(first.sequences, self._first.sequences):
             return self._first, first  # the cache holds another conversation than the second turn's
         whole = self._whole
@@ -134,7 +130,7 @@ class Reference:
             # `generate` cuts the known ids off by the length of attention layers, and there are none.
             known = first.sequences.shape[1] - 1
             whole = self.prompt.continued(whole.arguments[whole.grows], from_token=known)
-        return self.run, self._generate(whole, cache)
+        return expected, self._generate(whole, cache)
 
     def _generate(self, prompt: Prompt, cache: Any = None) -> Run:
         tokens = _NEW_TOKENS if prompt is self.prompt else _LATER_TOKENS
@@ -158,10 +154,6 @@ def one_line(error: BaseException) -> str:
 def is_refusal(error: BaseException) -> bool:
     """Whether PagedCache raised an error on purpose."""
     return isinstance(error, Exception) and type(error).__module__.startswith("hf_paged_cache")
-
-
-def _status_of(error: BaseException) -> str:
-    return REFUSED if is_refusal(error) else FAILED
 
 
 def _is_written(cache: Any) -> bool:

@@ -42,10 +42,8 @@ def prompt(model: Any, entry: Entry, lengths: tuple[int, ...], seed: int, decode
     ids[mask == 0] = sizes.PAD
     arguments = {"input_ids": ids, "attention_mask": mask}
     if entry.model_type == "voxtral_realtime":
-        audio = model.config.audio_config.hidden_size
-        arguments["encoder_inputs_embeds"] = torch.randn(
-            len(lengths), 64 * model.config.downsample_factor, audio, generator=generator
-        )
+        size = len(lengths), 64 * model.config.downsample_factor, model.config.audio_config.hidden_size
+        arguments["encoder_inputs_embeds"] = torch.randn(size, generator=generator)
     if not model.config.is_encoder_decoder:
         return Prompt(arguments)
     decoder_ids = random_ids(len(lengths), decoder_tokens, generator)

@@ -86,9 +86,8 @@ class Stack:
         self.case = case
         self.layers = layers
         self.scaling = shape.head_dim**-0.5
-        self.query, self.keys, self.values = case.random(
-            (shape.q_heads, 1), (shape.kv_heads, 1), (shape.kv_heads, 1)
-        )
+        sizes = ((heads, 1) for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads))
+        self.query, self.keys, self.values = case.random(*sizes)
 
     def attend(self, layer_idx: int) -> torch.Tensor:
         """The new token of one layer: write, attend. `[batch, 1, q_heads, head_dim]`."""
@@ -131,9 +130,8 @@ class LayerStack(Stack):
     def attend(self, layer_idx: int) -> torch.Tensor:
         """Through the cache."""
         keys, values = self.cache.update(self.keys, self.values, layer_idx)
-        output: torch.Tensor = self.attention(
-            self.modules[layer_idx], self.query, keys, values, self.mask, dropout=0.0, scaling=self.scaling
-        )[0]
+        inputs = (self.modules[layer_idx], self.query, keys, values, self.mask)
+        output: torch.Tensor = self.attention(*inputs, dropout=0.0, scaling=self.scaling)[0]
         return output
 
     def stored(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
