@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -60,6 +62,22 @@ def test_the_notebook_of_blocks_draws_them_after_every_step() -> None:
     assert len(pages) >= 8
     assert all("<b>PagedCache</b>" in page for page in pages)
     assert sum("held 2 times" in page for page in pages) >= 1
+
+
+@every_notebook
+def test_what_a_notebook_imports_is_there(path: Path) -> None:
+    """Of this project; running the notebooks takes minutes."""
+    lines = "".join(line for cell in _code_cells(path) for line in [*cell["source"], "\n"])
+    found = [
+        (module, name.strip())
+        for module, names in re.findall(
+            r"^from ((?:eval|hf_paged_cache)[\w.]*) import ([\w, ]+)$", lines, re.M
+        )
+        for name in names.split(",")
+    ]
+    assert found
+    for module, name in found:
+        assert hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
 
 
 @every_notebook
