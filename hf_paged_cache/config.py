@@ -58,8 +58,8 @@ class PagedCacheConfig:
             one being filled included. None: as few as the formats can do with.
         sink_tokens: First tokens of every row that they keep, in whole blocks. None: one block where K has 4
             bits, otherwise none.
-        key_error_guard: What to do with a layer whose K loses too much in 4 bits (see `guard`): `on` stores
-            its K in int8, `error` raises, `off` does not look.
+        key_error_guard: What to do with a layer whose K loses too much in 4 bits (see `key_guard`): `on`
+            stores its K in int8, `error` raises, `off` does not look.
         adaptive_threshold: Tokens of the longest prompt that `adaptive` stores in int4.
 
     Raises:
