@@ -155,7 +155,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def update_traced(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `update`, for a forward that is being compiled; `cache` is a number of `graph_operator.register`."""
+        """As `update`, for a forward that is being compiled; `cache` is of `graph_operator.register`."""
         tokens = self._state.rows.tokens
         key_states, value_states = as_attended(key_states), as_attended(value_states)
         start, end = tokens[self.layer_idx], tokens[self.layer_idx] + key_states.shape[2]
