@@ -85,20 +85,20 @@ class Model:
         shape = num_blocks, self.kv_heads, self.block_size
         return _tensor(*shape, k_dim, dtype=self.dtype), _tensor(*shape, v_dim, dtype=self.dtype)
 
-    def form(self, name: str, group_size: int = 32) -> RecordFormat:
+    def layout(self, name: str, group_size: int = 32) -> RecordFormat:
         """Its records in that format."""
-        form = kv_format(name, group_size=group_size)
-        assert form is not None, f"{name} has no records"
-        return form.bind(self.block_size, *self.dims)
+        layer_format = kv_format(name, group_size=group_size)
+        assert layer_format is not None, f"{name} has no records"
+        return layer_format.bind(self.block_size, *self.dims)
 
     def blocks(
-        self, form: RecordFormat | None = None, batch: int = 8, *, padded: bool = False, check: bool = False
+        self, layout: RecordFormat | None = None, batch: int = 8, *, padded: bool = False, check: bool = False
     ) -> LayerBlocks:
         """One layer's blocks, under tables of 128 columns."""
-        blocks = LayerBlocks(*self.pools(_DENSE_BLOCKS if form else self.num_blocks), _tensor(batch, 128))
-        if form is not None:
-            blocks.form = form
-            blocks.records = _tensor(self.num_blocks, self.kv_heads, form.nbytes, dtype=torch.uint8)
+        blocks = LayerBlocks(*self.pools(_DENSE_BLOCKS if layout else self.num_blocks), _tensor(batch, 128))
+        if layout is not None:
+            blocks.layout = layout
+            blocks.records = _tensor(self.num_blocks, self.kv_heads, layout.nbytes, dtype=torch.uint8)
             blocks.fault = _tensor(2) if check else None
         blocks.offsets = _tensor(batch) if padded else None
         return blocks
@@ -150,7 +150,7 @@ def _attend(
     bits: int | None = None,
     **options: Any,
 ) -> Variant:
-    form = None if kv_cache_dtype == "auto" else model.form(kv_cache_dtype)
+    layout = None if kv_cache_dtype == "auto" else model.layout(kv_cache_dtype)
 
     def launch(module: Any) -> None:
         a = Attention(
@@ -162,13 +162,13 @@ def _attend(
             sinks=_tensor(model.kv_heads * model.group, dtype=model.dtype) if sinks else None,
             **options,
         )
-        blocks = model.blocks(form, batch, padded=padded)
+        blocks = model.blocks(layout, batch, padded=padded)
         module.attend(blocks, a, _tensor(batch), dense_columns=dense_columns, splits=splits)
 
     best = model.piece_bits
-    if form is not None and not over_dense:
-        best = _piece_bits(*(form.codec(side).row_bytes(form.dim(side)) for side in ("keys", "values")))
-    return Variant(name, kernel, launch, bits or best, form is not None, over_dense)
+    if layout is not None and not over_dense:
+        best = _piece_bits(*(layout.codec(side).row_bytes(layout.dim(side)) for side in ("keys", "values")))
+    return Variant(name, kernel, launch, bits or best, layout is not None, over_dense)
 
 
 def _dense(name: str, model: Model, *, tokens: int = 512, batch: int = 8, **options: Any) -> Variant:
@@ -188,33 +188,33 @@ def _write(
     padded: bool = False,
     group_size: int = 32,
 ) -> Variant:
-    form = None if kv_cache_dtype == "auto" else model.form(kv_cache_dtype, group_size)
+    layout = None if kv_cache_dtype == "auto" else model.layout(kv_cache_dtype, group_size)
 
     def launch(module: Any) -> None:
-        blocks = model.blocks(form, padded=padded, check=True)
-        dense = form is None or not form.format.is_per_token
+        blocks = model.blocks(layout, padded=padded, check=True)
+        dense = layout is None or not layout.format.is_per_token
         module.write(blocks, _tensor(8), *model.new(tokens), dense=dense)
 
-    return Variant(name, "write_kernel", launch, model.piece_bits, form is not None)
+    return Variant(name, "write_kernel", launch, model.piece_bits, layout is not None)
 
 
 def _encode(name: str, kv_cache_dtype: str, model: Model = _LLAMA, *, padded: bool = False) -> Variant:
-    form = model.form(kv_cache_dtype)
+    layout = model.layout(kv_cache_dtype)
 
     def launch(module: Any) -> None:
-        module.encode(model.blocks(form, padded=padded, check=True), form, *model.new(512), 0)
+        module.encode(model.blocks(layout, padded=padded, check=True), layout, *model.new(512), 0)
 
     return Variant(name, "encode_kernel", launch, model.piece_bits, True)
 
 
 def _seal(name: str, kv_cache_dtype: str, model: Model = _LLAMA) -> Variant:
-    form = model.form(kv_cache_dtype)
+    layout = model.layout(kv_cache_dtype)
 
     def launch(module: Any) -> None:
-        blocks, ids = model.blocks(form), _tensor(2, 8)
+        blocks, ids = model.blocks(layout), _tensor(2, 8)
         assert blocks.records is not None, "a quantized layer has records"
         pools = (pool[:, None] for pool in (blocks.records, blocks.keys, blocks.values))
-        module.seal(form, *pools, ids[0], ids[1])
+        module.seal(layout, *pools, ids[0], ids[1])
 
     return Variant(name, "encode_kernel", launch, model.piece_bits, True)
 

@@ -48,7 +48,7 @@ def blocks_on(blocks: LayerBlocks, device: torch.device) -> LayerBlocks:
     placed = LayerBlocks(moved(blocks.keys, device), moved(blocks.values, device), blocks.table.to(device))
     if blocks.records is not None:
         placed.records = moved(blocks.records, device)
-        placed.form, placed.dense_columns = blocks.form, blocks.dense_columns
+        placed.layout, placed.dense_columns = blocks.layout, blocks.dense_columns
     return placed
 
 

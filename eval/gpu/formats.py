@@ -68,7 +68,7 @@ def _attend(
     tables, records = shared("kernels.cases"), shared("kernels.quantized")
     dense = options.get("dense")
     case = tables.Case(name, **{key: value for key, value in options.items() if key != "dense"})
-    problem = records.build_quantized(case, records.form_of(name, case), dtype, dense=dense, seed=seed)
+    problem = records.build_quantized(case, records.layout_of(name, case), dtype, dense=dense, seed=seed)
     blocks = cases.blocks_on(problem.blocks, device.torch_device)
     lengths = torch.full((case.batch,), case.end, dtype=torch.int32, device=device.torch_device)
     blocks.lengths = RowLengths(case.end, lengths)
@@ -86,17 +86,17 @@ def _store(
 ) -> None:
     """Two rows written token by token or in whole blocks, then their first blocks sealed."""
     case = shared("kernels.cases").Case("store", **options)
-    form = shared("kernels.quantized").form_of(name, case)
+    layout = shared("kernels.quantized").layout_of(name, case)
     generator = torch.Generator().manual_seed(seed)
     tokens = case.block_size * COLUMNS
     keys, values = (
         torch.randn(2, tokens, case.kv_heads, case.head_dim, generator=generator).to(dtype).transpose(1, 2)
         for _ in range(2)
     )
-    want = _empty(form, case.kv_heads, dtype)
+    want = _empty(layout, case.kv_heads, dtype)
     got = cases.blocks_on(want, device.torch_device)
     got.fault = torch.zeros(2, dtype=torch.int32, device=device.torch_device)
-    cuts = [0, 1, tokens - case.block_size + 1, tokens] if form.format.is_per_token else [0, tokens]
+    cuts = [0, 1, tokens - case.block_size + 1, tokens] if layout.format.is_per_token else [0, tokens]
     for start, end in pairwise(cuts):
         new_keys, new_values = (x[:, :, start:end] for x in (keys, values))
         reference.write(want, new_keys, new_values, start)
@@ -105,22 +105,22 @@ def _store(
     assert got.records is not None, "a format has records"
     for module, b, records in ((reference, want, want.records), (dispatch, got, got.records)):
         pool = records[:, None], b.keys[:, None], b.values[:, None]
-        module.encode_blocks(form, *pool, [0, 1], [1, 3])
+        module.encode_blocks(layout, *pool, [0, 1], [1, 3])
     device.synchronize()
     record.check("no token was found unfit", not got.fault.any())
     for side, mine, theirs in (("keys", got.keys, want.keys), ("values", got.values, want.values)):
         record.check(f"{side} in the model's dtype", torch.equal(bits(mine.cpu()), bits(theirs)))
-    stored = zip(form.decode(got.records.cpu()), form.decode(want.records), strict=True)
+    stored = zip(layout.decode(got.records.cpu()), layout.decode(want.records), strict=True)
     errors = [relative_error(*pair) for pair in stored]
     record.values["rms_ratio"] = max(errors)
     for side, error in zip(("keys", "values"), errors, strict=True):
         record.bound(f"{side} in records", error, STORED_TOLERANCE)
 
 
-def _empty(form: Any, heads: int, dtype: torch.dtype) -> LayerBlocks:
+def _empty(layout: Any, heads: int, dtype: torch.dtype) -> LayerBlocks:
     """Two rows, whose first and last blocks are in the model's dtype."""
-    shape = 4, heads, form.block_size, form.head_dim
+    shape = 4, heads, layout.block_size, layout.head_dim
     keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-    records = torch.zeros(4, heads, form.nbytes, dtype=torch.uint8)
+    records = torch.zeros(4, heads, layout.nbytes, dtype=torch.uint8)
     ids = torch.tensor([[dense_entry(0), 2, dense_entry(1)], [dense_entry(2), 0, dense_entry(3)]])
-    return LayerBlocks(keys, values, ids.to(torch.int32), None, records, form, ((0, COLUMNS - 1),) * 2)
+    return LayerBlocks(keys, values, ids.to(torch.int32), None, records, layout, ((0, COLUMNS - 1),) * 2)

@@ -167,7 +167,7 @@ def check_layers(
                     f"{argument} names layer {index}, which is of kind {specs[index][0].layer_type!r} and "
                     f"keeps no K and V per token; the layers that do are {sorted(paged)}"
                 )
-    for index, form in Precision.of(settings, paged, 0).formats.items():
+    for index, layer_format in Precision.of(settings, paged, 0).formats.items():
         head_dim = paged[index].head_dim
-        if form is not None and head_dim is not None:
-            form.bind(settings.block_size, head_dim, head_dim)
+        if layer_format is not None and head_dim is not None:
+            layer_format.bind(settings.block_size, head_dim, head_dim)

@@ -35,8 +35,8 @@ DEFAULT_GROUP_SIZE = 32
 """Channels of a group of `int4_group`."""
 
 FORMATS = {
-    form.name: form
-    for form in (
+    layer_format.name: layer_format
+    for layer_format in (
         KVFormat("int8", Int8Token(), Int8Token()),
         KVFormat("fp8", Fp8Token(), Fp8Token()),
         KVFormat("k8v4", Int8Token(), Int4Token()),
@@ -69,15 +69,15 @@ def kv_format(name: str, *, group_size: int = DEFAULT_GROUP_SIZE) -> KVFormat | 
     return KVFormat(name, known.keys.with_group_size(group_size), known.values.with_group_size(group_size))
 
 
-def format_name(form: KVFormat | None) -> str:
+def format_name(layer_format: KVFormat | None) -> str:
     """What `kv_format` takes for a format."""
-    return "auto" if form is None else form.name
+    return "auto" if layer_format is None else layer_format.name
 
 
-def with_keys_in_int8(form: KVFormat) -> KVFormat:
+def with_keys_in_int8(layer_format: KVFormat) -> KVFormat:
     """The format with K as `int8` stores it; named after a pair that has a name, else after both."""
     wanted = Int8Token()
     for known in FORMATS.values():
-        if known.keys == wanted and known.values == form.values:
+        if known.keys == wanted and known.values == layer_format.values:
             return known
-    return KVFormat(f"{form.name}+k8", wanted, form.values)
+    return KVFormat(f"{layer_format.name}+k8", wanted, layer_format.values)

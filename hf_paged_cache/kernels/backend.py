@@ -21,7 +21,7 @@ class ConvertBlocks(Protocol):
 
     def __call__(
         self,
-        form: RecordFormat,
+        layout: RecordFormat,
         records: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -31,7 +31,7 @@ class ConvertBlocks(Protocol):
         """Convert, all layers of a pool at once.
 
         Args:
-            form: What the bytes of the records mean.
+            layout: What the bytes of the records mean.
             records: uint8 `[num_blocks, layers, kv_heads, nbytes]`.
             keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
             values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.

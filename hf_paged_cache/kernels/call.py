@@ -74,7 +74,7 @@ class LayerBlocks:
         table: int32 `[batch, max_blocks]`, contiguous, on the same device. `NULL_BLOCK` marks a block that is
             not stored. Columns past the end of a row hold arbitrary ids.
         records: None, or uint8 `[num_blocks, kv_heads, nbytes]`, usually a strided slice.
-        form: What the bytes of `records` mean.
+        layout: What the bytes of `records` mean.
         lengths: Of the rows, on a GPU; None where kernels are told by the host.
         dense_columns: Of every row, which of its table's entries lie below `NULL_BLOCK`, sorted; others among
             them do no harm. One tuple where it is the same in all rows. Only backends whose tables lie on a
@@ -95,7 +95,7 @@ class LayerBlocks:
     table: torch.Tensor
     lengths: RowLengths | None = None
     records: torch.Tensor | None = None
-    form: RecordFormat | None = None
+    layout: RecordFormat | None = None
     dense_columns: tuple[tuple[int, ...], ...] | None = None
     fault: torch.Tensor | None = None
     offsets: torch.Tensor | None = None

@@ -113,16 +113,16 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
 def _conversion(name: str) -> ConvertBlocks:
     """The conversion of that name, by the backend that serves the layers of a quantized pool."""
 
-    def convert(form: RecordFormat, records: torch.Tensor, keys: torch.Tensor, *others: Any) -> None:
+    def convert(layout: RecordFormat, records: torch.Tensor, keys: torch.Tensor, *others: Any) -> None:
         layer = LayerBlocks(
             keys.new_empty(0, *keys.shape[2:]),
-            keys.new_empty(0, *keys.shape[2:4], form.v_head_dim),
+            keys.new_empty(0, *keys.shape[2:4], layout.v_head_dim),
             torch.empty(1, 1, dtype=torch.int32, device=keys.device),
-            records=torch.empty(1, keys.shape[2], form.nbytes, dtype=torch.uint8, device=keys.device),
-            form=form,
+            records=torch.empty(1, keys.shape[2], layout.nbytes, dtype=torch.uint8, device=keys.device),
+            layout=layout,
         )
         with without_autocast(keys):
-            getattr(_choice(layer)[1], name)(form, records, keys, *others)
+            getattr(_choice(layer)[1], name)(layout, records, keys, *others)
 
     return cast("ConvertBlocks", convert)
 
@@ -210,7 +210,7 @@ def _choose(device: torch.device, blocks: LayerBlocks | None) -> tuple[str, Back
     if blocks is not None:
         # Strides tell block size, head dims and contiguity, which with dtype and device is all that backends
         # differ in.
-        key = (*key, blocks.keys.dtype, blocks.keys.stride(), blocks.values.stride(), blocks.form)
+        key = (*key, blocks.keys.dtype, blocks.keys.stride(), blocks.values.stride(), blocks.layout)
     if key not in _chosen:
         _chosen[key] = _first_that_runs(forced, device, blocks)
     return _chosen[key]

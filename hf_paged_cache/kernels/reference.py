@@ -41,16 +41,16 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
             if entry == NULL_BLOCK:
                 continue
             k, v = key_states[row, :, token], value_states[row, :, token]
-            if blocks.records is None or blocks.form is None:
+            if blocks.records is None or blocks.layout is None:
                 blocks.keys[entry, :, slot], blocks.values[entry, :, slot] = k, v
             elif entry < NULL_BLOCK:
                 blocks.keys[dense_entry(entry), :, slot], blocks.values[dense_entry(entry), :, slot] = k, v
-            elif blocks.form.format.is_per_token:
-                blocks.form.encode_tokens(k[:, None], v[:, None], blocks.records[entry], slot)
+            elif blocks.layout.format.is_per_token:
+                blocks.layout.encode_tokens(k[:, None], v[:, None], blocks.records[entry], slot)
             elif slot == 0:
                 block = slice(token, token + blocks.block_size)
                 k, v = key_states[row, :, block], value_states[row, :, block]
-                blocks.form.encode(k, v, blocks.records[entry])
+                blocks.layout.encode(k, v, blocks.records[entry])
 
 
 def _entry_and_slot(blocks: LayerBlocks, row: int, column: int) -> tuple[int, int]:
@@ -103,12 +103,12 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
             entry, slot = _entry_and_slot(blocks, row, column)
             if entry == NULL_BLOCK:
                 continue
-            if blocks.records is None or blocks.form is None:
+            if blocks.records is None or blocks.layout is None:
                 k, v = blocks.keys[entry], blocks.values[entry]
             elif entry < NULL_BLOCK:
                 k, v = blocks.keys[dense_entry(entry)], blocks.values[dense_entry(entry)]
             else:
-                k, v = blocks.form.decode(blocks.records[entry])
+                k, v = blocks.layout.decode(blocks.records[entry])
             keys[row, :, column - start], values[row, :, column - start] = k[:, slot], v[:, slot]
     return keys, values
 
@@ -149,7 +149,7 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
 
 
 def encode_blocks(
-    form: RecordFormat,
+    layout: RecordFormat,
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -158,11 +158,11 @@ def encode_blocks(
 ) -> None:
     """As `Backend.encode_blocks`."""
     for slot, block_id in zip(slots, ids, strict=True):
-        form.encode(keys[slot], values[slot], records[block_id])
+        layout.encode(keys[slot], values[slot], records[block_id])
 
 
 def decode_blocks(
-    form: RecordFormat,
+    layout: RecordFormat,
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -171,7 +171,7 @@ def decode_blocks(
 ) -> None:
     """As `Backend.decode_blocks`."""
     for slot, block_id in zip(slots, ids, strict=True):
-        keys[slot], values[slot] = form.decode(records[block_id])
+        keys[slot], values[slot] = layout.decode(records[block_id])
 
 
 def _visible_and_bias(

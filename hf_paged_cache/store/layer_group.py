@@ -443,7 +443,7 @@ class LayerGroup:
         self._tables.bind(blocks, device, is_marked=self._has_marks(pool))
         blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
         blocks.records = None if pool.records is None else pool.records[:, place]
-        blocks.form = pool.layout
+        blocks.layout = pool.layout
         if pool.layout is not None and device.type != "cpu":
             if device not in self._faults:
                 self._faults[device] = Faults(device, [i for i, each in self.formats.items() if each])

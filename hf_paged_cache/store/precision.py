@@ -34,9 +34,9 @@ class Precision:
             for index in layers
         }
         # Layers share tables, so all of them keep what one of them has to keep.
-        quantized = [form for form in formats.values() if form is not None]
-        keeps_sinks = any(form.keys.bits <= 4 for form in quantized)
-        needs_full_blocks = keeps_sinks or any(not form.is_per_token for form in quantized)
+        quantized = [layer_format for layer_format in formats.values() if layer_format is not None]
+        keeps_sinks = any(layer_format.keys.bits <= 4 for layer_format in quantized)
+        needs_full_blocks = keeps_sinks or any(not layer_format.is_per_token for layer_format in quantized)
         size, sinks, residual = config.block_size, config.sink_tokens, config.residual_length
         if residual is not None and residual // size < needs_full_blocks:
             raise PagedCacheError(

@@ -236,7 +236,7 @@ def _write_and_attend(name: str, device: torch.device) -> tuple[bool, str]:
     got = dispatch.decode(blocks, Attention(query.to(device), 0, tokens, _DIM**-0.5))[0].cpu()
     records = None if blocks.records is None else blocks.records.cpu()
     cells = blocks.keys.cpu(), blocks.values.cpu(), blocks.table.cpu()
-    written = LayerBlocks(*cells, None, records, blocks.form)
+    written = LayerBlocks(*cells, None, records, blocks.layout)
     write_error = max(_rms_ratio(*pair) for pair in zip(_stored(written), _stored(plain), strict=True))
     want = reference.decode(written, Attention(query, 0, tokens, _DIM**-0.5))[0]
     decode_error = _rms_ratio(got, want)
@@ -258,9 +258,9 @@ def _blocks_of(name: str, device: torch.device) -> LayerBlocks:
 
 
 def _stored(blocks: LayerBlocks) -> tuple[torch.Tensor, torch.Tensor]:
-    if blocks.form is None or blocks.records is None:
+    if blocks.layout is None or blocks.records is None:
         return blocks.keys, blocks.values
-    return blocks.form.decode(blocks.records)
+    return blocks.layout.decode(blocks.records)
 
 
 def _rms_ratio(got: torch.Tensor, want: torch.Tensor) -> float:

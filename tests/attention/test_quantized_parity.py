@@ -28,12 +28,12 @@ MEDIAN_ERROR = {"int8": 5e-4, "k8v4": 5e-4, "int4": 5e-4}
 
 
 def caches(model: Any, name: str, *, padding: Sequence[int] = (0,), **options: Any) -> tuple[PagedCache, Any]:
-    form = kv_format(name, group_size=GROUP_SIZE)
-    assert form is not None
+    layer_format = kv_format(name, group_size=GROUP_SIZE)
+    assert layer_format is not None
     sinks, residual = EDGES.get(name, (0, 0))
     simulated = simulated_cache(
         model,
-        form,
+        layer_format,
         block_size=BLOCK_SIZE,
         sink_blocks=sinks,
         residual_blocks=residual,

@@ -49,10 +49,10 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
     """Subclasses choose the format.
 
     Attributes:
-        form: `kv_cache_dtype`.
+        format_name: `kv_cache_dtype`.
     """
 
-    form: ClassVar[str] = "auto"
+    format_name: ClassVar[str] = "auto"
 
     @initialize(
         kind=st.sampled_from(list(WINDOWS)),
@@ -70,9 +70,9 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
         self, kind, block_size, dtype, max_tokens, sink_blocks, residual_blocks, is_mixed, is_uneven, tokens,
         rows,
     ) -> None:  # fmt: skip
-        names = [self.form] * len(WINDOWS[kind])
+        names = [self.format_name] * len(WINDOWS[kind])
         if is_mixed:
-            names[0] = "auto" if self.form == "int8" else "int8"
+            names[0] = "auto" if self.format_name == "int8" else "int8"
         quantized = {*names} - {"auto"}
         blocks = {}
         for window in dict.fromkeys(WINDOWS[kind]):
@@ -88,7 +88,7 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
             PagedCache,
             model_config(kind),
             block_size=block_size,
-            kv_cache_dtype=self.form,
+            kv_cache_dtype=self.format_name,
             max_tokens=max_tokens,
             group_size=GROUP_SIZE,
             layer_dtypes={0: names[0]},
@@ -303,7 +303,7 @@ class CacheMachine(LiveCaches, RuleBasedStateMachine):
         del self.live[which % len(self.live)]
         self.touch("drop", self.live[0])
 
-    @precondition(lambda self: self.live and self.form == "auto")
+    @precondition(lambda self: self.live and self.format_name == "auto")
     @rule(which=which_cache)
     def read_later(self, which) -> None:
         """What a view shows is what it stood for when it was made, or it says that it cannot."""

@@ -100,22 +100,22 @@ def test_settings_out_of_range_are_refused(kwargs: dict[str, Any], message: str)
         ({"max_cache_len": 10**12}, r"max_cache_len=10+ for 2 rows wants pools"),
     ],
 )
-@pytest.mark.parametrize("form", ["auto", "int4"])
+@pytest.mark.parametrize("format_name", ["auto", "int4"])
 def test_a_capacity_that_the_machine_can_never_hold_is_refused(
-    form: Any, setting: dict[str, int], message: str
+    format_name: Any, setting: dict[str, int], message: str
 ) -> None:
     with pytest.raises(PagedCacheError, match=message):
-        filled(kv_cache_dtype=form, **setting)
+        filled(kv_cache_dtype=format_name, **setting)
 
 
-@pytest.mark.parametrize("form", ["auto", "int8"])
+@pytest.mark.parametrize("format_name", ["auto", "int8"])
 def test_a_pool_that_the_system_has_no_memory_for_is_exhausted(
-    form: Any, monkeypatch: pytest.MonkeyPatch
+    format_name: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*shape: int, **options: Any) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    cache = PagedCache(CONFIG, max_tokens=64, kv_cache_dtype=form)
+    cache = PagedCache(CONFIG, max_tokens=64, kv_cache_dtype=format_name)
     with monkeypatch.context() as patch:
         patch.setattr(memory.torch, "empty", refuse)
         with pytest.raises(PoolExhausted, match=r"for \d blocks of 64 tokens .* a smaller `max_tokens`"):

@@ -277,7 +277,7 @@ def test_rows_that_share_blocks_share_them_after_loading() -> None:
 
 
 def test_a_layer_that_the_guard_has_moved_comes_back_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.store.key_guard.key_error", lambda form, keys: 9.0)
+    monkeypatch.setattr("hf_paged_cache.store.key_guard.key_error", lambda layer_format, keys: 9.0)
     cache = cache_of(shared_model("llama"), "int4")
     update_all(cache, *states(70))
     update_all(cache, *states(1))

@@ -33,9 +33,9 @@ def model() -> Any:
 def test_bytes_are_those_of_records_and_of_the_blocks_kept_dense(model: Any, name: str) -> None:
     cache = cache_of(model, name, max_tokens=2 * 160)
     feed(model, cache, ids(101))
-    form = kv_format(name, group_size=8)
-    assert form is not None
-    record = 3 * 2 * form.bind(BLOCK, 16, 16).nbytes  # layers, kv heads
+    layer_format = kv_format(name, group_size=8)
+    assert layer_format is not None
+    record = 3 * 2 * layer_format.bind(BLOCK, 16, 16).nbytes  # layers, kv heads
     dense = 3 * 2 * 2 * BLOCK * 16 * 4
     kept = {"int4": 2, "int4_group": 2, "int8_block": 1}.get(name, 0)
     slots = {"int4": 3, "int4_group": 3, "int8_block": 2}.get(name, 0)

@@ -27,10 +27,10 @@ RULES = {
 }
 
 
-def run_machine(form: str, steps: int, seed_number: int = 0) -> Counter[str]:
+def run_machine(format_name: str, steps: int, seed_number: int = 0) -> Counter[str]:
     """How often each step was made, in about so many."""
     executed: Counter[str] = Counter()
-    machine = type("CacheMachine", (CacheMachine,), {"form": form, "executed": executed})
+    machine = type("CacheMachine", (CacheMachine,), {"format_name": format_name, "executed": executed})
     run_state_machine_as_test(
         seed(seed_number)(machine),
         settings=settings(
@@ -45,12 +45,12 @@ def run_machine(form: str, steps: int, seed_number: int = 0) -> Counter[str]:
     return executed
 
 
-def assert_caches_hold_what_they_should(form: str, steps: int) -> None:
+def assert_caches_hold_what_they_should(format_name: str, steps: int) -> None:
     """Run on until there were so many steps (a run may be shorter than it could), and all kinds of them."""
     executed: Counter[str] = Counter()
-    first = 1000 * LAYER_DTYPES.index(form)
+    first = 1000 * LAYER_DTYPES.index(format_name)
     for number in range(first, first + 10):
-        executed += run_machine(form, max(steps - executed.total(), SHORT_RUN), number)
+        executed += run_machine(format_name, max(steps - executed.total(), SHORT_RUN), number)
         if executed.total() >= steps and executed.keys() >= RULES:
             break
     assert executed.total() >= steps
@@ -62,12 +62,12 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "hf_paged_cache")  # the guard says what it moves
 
 
-@pytest.mark.parametrize("form", LAYER_DTYPES)
-def test_caches_hold_what_dense_tensors_hold(form: str) -> None:
-    assert_caches_hold_what_they_should(form, SHORT_RUN)
+@pytest.mark.parametrize("format_name", LAYER_DTYPES)
+def test_caches_hold_what_dense_tensors_hold(format_name: str) -> None:
+    assert_caches_hold_what_they_should(format_name, SHORT_RUN)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", LAYER_DTYPES)
-def test_caches_hold_what_dense_tensors_hold_in_a_long_run(form: str) -> None:
-    assert_caches_hold_what_they_should(form, -(-STEPS // len(LAYER_DTYPES)))
+@pytest.mark.parametrize("format_name", LAYER_DTYPES)
+def test_caches_hold_what_dense_tensors_hold_in_a_long_run(format_name: str) -> None:
+    assert_caches_hold_what_they_should(format_name, -(-STEPS // len(LAYER_DTYPES)))

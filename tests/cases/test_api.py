@@ -68,16 +68,16 @@ OLD_READS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("read", OLD_READS)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_old_reads_give_dense_rows_without_padding_and_name_the_new_one(
-    name: str, read: str, form: str
+    name: str, read: str, format_name: str
 ) -> None:
     """Case 46. K and V are as long as the history, whatever the block size."""
     model = shared_model(name)
     for tokens in AT_EDGES:
-        cache, stock = paged(name, kv_cache_dtype=form), host_cache(model)
+        cache, stock = paged(name, kv_cache_dtype=format_name), host_cache(model)
         for one in (cache, stock):
             fill(model, one, prompt(2, tokens))
         for index, layer in enumerate(stock.layers):
@@ -85,7 +85,7 @@ def test_old_reads_give_dense_rows_without_padding_and_name_the_new_one(
                 keys, values = OLD_READS[read](cache, index)
             assert keys.shape == layer.keys.shape
             assert values.shape == layer.values.shape
-            if form == "auto":
+            if format_name == "auto":
                 assert torch.equal(keys + 0, layer.keys)
                 assert torch.equal(values + 0, layer.values)
 
@@ -121,17 +121,17 @@ def test_an_older_transformers_is_named_before_anything_else_goes_wrong(tmp_path
 
 
 @pytest.mark.parametrize("tokens", [0, *AT_EDGES])
-@pytest.mark.parametrize("form", ["auto", "int4"])
-def test_a_cache_answers_what_generic_code_asks_of_a_container(form: str, tokens: int) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int4"])
+def test_a_cache_answers_what_generic_code_asks_of_a_container(format_name: str, tokens: int) -> None:
     """Case 49. `len`, truth, iteration, `repr`, equality, `hash`, membership."""
-    cache = paged(kv_cache_dtype=form)
+    cache = paged(kv_cache_dtype=format_name)
     if tokens:
         fill(shared_model("llama"), cache, prompt(2, tokens))
     assert len(cache) == 3
     assert bool(cache)  # the stock cache is false when it is empty, and is then replaced by `cache or ...`
     assert len(list(iter(cache))) == 3
     assert cache == cache
-    assert cache != paged(kv_cache_dtype=form)
+    assert cache != paged(kv_cache_dtype=format_name)
     assert cache in [cache]
     assert {cache: 1}[cache] == 1
     assert len(repr(cache)) < 120
@@ -197,7 +197,7 @@ def test_generate_does_not_try_to_compile_over_a_cache_that_is_not_static(
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "format_name"),
     [
         ("llama", "int4"),
         *(
@@ -206,11 +206,11 @@ def test_generate_does_not_try_to_compile_over_a_cache_that_is_not_static(
         ),
     ],
 )
-def test_a_forward_that_the_user_compiled_has_three_graphs_at_most(name: str, form: str) -> None:
+def test_a_forward_that_the_user_compiled_has_three_graphs_at_most(name: str, format_name: str) -> None:
     """Case 75. 40 steps, over the edges of blocks and windows: what the plain forward says."""
     model = shared_model(name)
-    caches = [paged(name, kv_cache_dtype=form) for _ in range(2)]
-    if form != "auto":
+    caches = [paged(name, kv_cache_dtype=format_name) for _ in range(2)]
+    if format_name != "auto":
         disable(model)  # a graph takes dense tensors, in which a token sees itself unrounded
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -224,10 +224,10 @@ def test_a_forward_that_the_user_compiled_has_three_graphs_at_most(name: str, fo
     assert counter.frame_count <= 3
 
 
-@pytest.mark.parametrize("form", ["auto", "int8"])
-def test_a_cache_is_one_opaque_leaf_for_pytrees(form: str) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int8"])
+def test_a_cache_is_one_opaque_leaf_for_pytrees(format_name: str) -> None:
     """Case 77. It is neither taken apart nor rebuilt with other layers."""
-    cache = paged("gemma3", kv_cache_dtype=form)
+    cache = paged("gemma3", kv_cache_dtype=format_name)
     fill(shared_model("gemma3"), cache, prompt(2, BLOCK + 1))
     leaves, spec = _pytree.tree_flatten({"cache": cache, "ids": [1, 2]})
     assert leaves[0] is cache
@@ -257,13 +257,13 @@ def test_a_cache_turns_into_a_stock_one_and_back_exactly(name: str, tokens: int)
         assert (fill(model, one, ids) - want).abs().max() <= 1e-4 * want.abs().max()
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_cache_in_bits_is_made_from_a_stock_one_within_the_error_of_its_format(form: str) -> None:
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_a_cache_in_bits_is_made_from_a_stock_one_within_the_error_of_its_format(format_name: str) -> None:
     """Case 4. Every format takes over what another cache holds."""
     stock = DynamicCache(config=shared_model("llama").config)
     update_all(stock, *states(2 * BLOCK + 5, rows=2))  # type: ignore[arg-type]
     cache = PagedCache.from_cache(
-        stock, shared_model("llama"), block_size=BLOCK, kv_cache_dtype=form, group_size=8
+        stock, shared_model("llama"), block_size=BLOCK, kv_cache_dtype=format_name, group_size=8
     )
     for mine, theirs in zip(cache.layers, stock.layers, strict=True):
         assert (mine.keys - theirs.keys).norm() <= 0.15 * theirs.keys.norm()

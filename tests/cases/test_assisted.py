@@ -134,9 +134,9 @@ def test_recording_may_be_switched_on_again_and_again(name: str) -> None:
     assert cache.stats().used_blocks == plain.stats().used_blocks
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8", "int8_block"])
+@pytest.mark.parametrize("format_name", ["int8", "fp8", "int8_block"])
 def test_prompt_lookup_over_bytes_says_what_the_same_cache_says_without(
-    form: str, monkeypatch: pytest.MonkeyPatch
+    format_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 35. Drafts are rejected that had reached into the next block.
 
@@ -145,7 +145,7 @@ def test_prompt_lookup_over_bytes_says_what_the_same_cache_says_without(
     """
     crops = _crops(monkeypatch)
     model = shared_model("llama")
-    plain, cache = (paged(kv_cache_dtype=form) for _ in range(2))
+    plain, cache = (paged(kv_cache_dtype=format_name) for _ in range(2))
     want = generate(model, _repeated(), plain, new=50)
     got = generate(model, _repeated(), cache, new=50, **LOOKUP)
     assert _cross_an_edge(crops)

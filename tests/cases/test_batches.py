@@ -34,14 +34,14 @@ def _poison(cache: PagedCache, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [1e4, float("nan")])
-@pytest.mark.parametrize("form", ["auto", "int8", "fp8", "k8v4", "int4", "int8_block", "int4_group"])
+@pytest.mark.parametrize("format_name", ["auto", "int8", "fp8", "k8v4", "int4", "int8_block", "int4_group"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt-oss"])
 def test_what_lies_in_unused_slots_and_freed_blocks_moves_no_logit(
-    name: str, form: str, value: float
+    name: str, format_name: str, value: float
 ) -> None:
     """Case 20. Poison in every slot that holds no token, again after a crop."""
     model = shared_model(name)
-    clean, poisoned = (paged(name, kv_cache_dtype=form, max_tokens=512) for _ in range(2))
+    clean, poisoned = (paged(name, kv_cache_dtype=format_name, max_tokens=512) for _ in range(2))
     for cache in (clean, poisoned):
         cache.activate_past_recording()
         fill(model, cache, prompt(2, 2 * BLOCK + 5))
@@ -66,18 +66,20 @@ def _lfm2() -> Any:
     return model
 
 
-@pytest.mark.parametrize("form", ["auto", "int4"])
+@pytest.mark.parametrize("format_name", ["auto", "int4"])
 @pytest.mark.parametrize("name", [*FAMILIES, "conv and attention"])
-def test_a_reset_cache_takes_a_batch_of_any_size(name: str, form: str) -> None:
+def test_a_reset_cache_takes_a_batch_of_any_size(name: str, format_name: str) -> None:
     """Case 22. Batches of 4, 2 and 5 rows on one cache."""
     model = _lfm2() if name == "conv and attention" else shared_model(name)
-    cache = PagedCache(model, block_size=BLOCK, kv_cache_dtype=form)
+    cache = PagedCache(model, block_size=BLOCK, kv_cache_dtype=format_name)
     for rows, tokens in ((4, BLOCK - 1), (2, 2 * BLOCK), (5, BLOCK + 1)):
         ids = prompt(rows, tokens, seed=rows)
-        if form == "auto":
+        if format_name == "auto":
             want = reference(model, ids, new=4)
         else:
-            want = generate(model, ids, PagedCache(model, block_size=BLOCK, kv_cache_dtype=form), new=4)
+            want = generate(
+                model, ids, PagedCache(model, block_size=BLOCK, kv_cache_dtype=format_name), new=4
+            )
         PagedCache(model)
         assert generate(model, ids, cache, new=4).tolist() == want.tolist(), rows
         assert cache.batch_size == rows

@@ -48,10 +48,10 @@ def test_sampled_copies_of_a_prompt_say_what_they_say_with_the_stock_cache(name:
 
 
 @pytest.mark.parametrize("tokens", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK])
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_row_becomes_the_stored_copy_of_the_other(form: str, tokens: int) -> None:
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_every_row_becomes_the_stored_copy_of_the_other(format_name: str, tokens: int) -> None:
     """Case 26. Bytes and the tokens that are none yet move together, before and after a block is sealed."""
-    model, cache = shared_model("llama"), paged(kv_cache_dtype=form)
+    model, cache = shared_model("llama"), paged(kv_cache_dtype=format_name)
     fill(model, cache, prompt(2, tokens - 1))
     fill(model, cache, prompt(2, 1, seed=1))
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
@@ -59,7 +59,7 @@ def test_every_row_becomes_the_stored_copy_of_the_other(form: str, tokens: int) 
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         assert torch.equal(layer.keys + 0, keys.flip(0))
         assert torch.equal(layer.values + 0, values.flip(0))
-    twin = paged(kv_cache_dtype=form)
+    twin = paged(kv_cache_dtype=format_name)
     fill(model, twin, prompt(2, tokens - 1).flip(0))
     fill(model, twin, prompt(2, 1, seed=1).flip(0))
     for step in range(BLOCK + 1):  # over the next edge, where the block that was open is sealed
@@ -131,10 +131,10 @@ def test_a_prefix_of_one_row_serves_as_many_rows_as_generate_asks_for(
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_the_prefix_of_one_row_is_stored_once_for_all(form: str) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
+def test_the_prefix_of_one_row_is_stored_once_for_all(format_name: str) -> None:
     """Case 27. Blocks counted."""
-    model, cache, ids = shared_model("llama"), paged(kv_cache_dtype=form), prompt(1, 6 * BLOCK + 3)
+    model, cache, ids = shared_model("llama"), paged(kv_cache_dtype=format_name), prompt(1, 6 * BLOCK + 3)
     fill(model, cache, ids[:, : 6 * BLOCK])
     assert cache.stats().used_blocks == 6
     generate(model, ids, cache, new=4, num_beams=3)
@@ -142,11 +142,11 @@ def test_the_prefix_of_one_row_is_stored_once_for_all(form: str) -> None:
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_beams_hold_the_blocks_of_the_prompt_and_their_own_new_ones(form: str, warm: bool) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
+def test_beams_hold_the_blocks_of_the_prompt_and_their_own_new_ones(format_name: str, warm: bool) -> None:
     """Case 28. 8 beams on a prompt of 16 blocks."""
     model, ids = shared_model("llama"), prompt(1, 13 * BLOCK)
-    cache = PagedCache(model, block_size=BLOCK, kv_cache_dtype=form)
+    cache = PagedCache(model, block_size=BLOCK, kv_cache_dtype=format_name)
     if warm:
         fill(model, cache, ids[:, :-1])
     new_blocks = 2

@@ -48,12 +48,15 @@ WAYS: dict[str, Callable[[PagedCache, Any, dict[str, Any]], PagedCache]] = {
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("form", ["auto", *FORMATS])
+@pytest.mark.parametrize("format_name", ["auto", *FORMATS])
 def test_writing_to_a_copy_leaves_the_original_and_the_other_way_round(
-    form: str, way: str, grad: bool
+    format_name: str, way: str, grad: bool
 ) -> None:
     """Case 78. Every format, under and outside `no_grad`."""
-    model, settings = shared_model("llama"), {"block_size": BLOCK, "kv_cache_dtype": form, "group_size": 8}
+    model, settings = (
+        shared_model("llama"),
+        {"block_size": BLOCK, "kv_cache_dtype": format_name, "group_size": 8},
+    )
     for tokens in AT_EDGES[1:3]:
         cache, alone = (PagedCache(model, **settings) for _ in range(2))
         for one in (cache, alone):
@@ -106,11 +109,11 @@ def test_a_fork_takes_blocks_only_for_what_it_writes() -> None:
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_saved_cache_goes_on_with_the_same_tokens(name: str, form: str, tmp_path: Path) -> None:
+def test_a_saved_cache_goes_on_with_the_same_tokens(name: str, format_name: str, tmp_path: Path) -> None:
     """Case 79. Loaded with `weights_only=True`, into a cache with the same settings."""
-    model, settings = shared_model(name), {"block_size": BLOCK, "kv_cache_dtype": form}
+    model, settings = shared_model(name), {"block_size": BLOCK, "kv_cache_dtype": format_name}
     cache = PagedCache(model, **settings)
     said = generate(model, prompt(2, BLOCK + 3), cache, new=4)
     torch.save(cache.state_dict(), tmp_path / "cache.pt")
@@ -146,10 +149,10 @@ def test_what_was_saved_for_another_cache_is_refused_and_changes_nothing(other: 
     assert_sound(target, 0)
 
 
-@pytest.mark.parametrize("form", ["auto", "int4"])
-def test_a_snapshot_that_lacks_any_of_its_parts_is_refused_and_changes_nothing(form: str) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int4"])
+def test_a_snapshot_that_lacks_any_of_its_parts_is_refused_and_changes_nothing(format_name: str) -> None:
     """Case 79. Cut anywhere."""
-    cache, model = paged(kv_cache_dtype=form), shared_model("llama")
+    cache, model = paged(kv_cache_dtype=format_name), shared_model("llama")
     fill(model, cache, prompt(1, BLOCK + 3))
     saved = cache.state_dict()
     for part in saved:

@@ -36,11 +36,11 @@ def test_a_prompt_that_is_all_cached_has_its_last_token_computed_again(name: str
     assert_sound(cache, want.shape[1] - 1)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_prompt_that_is_all_cached_in_bits_is_written_once(form: str) -> None:
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_a_prompt_that_is_all_cached_in_bits_is_written_once(format_name: str) -> None:
     """Case 3. Formats: the tokens are those of a cache that never held the last one."""
     model, ids = shared_model("llama"), prompt(1, 2 * BLOCK)
-    cache, shorter = (paged(kv_cache_dtype=form) for _ in range(2))
+    cache, shorter = (paged(kv_cache_dtype=format_name) for _ in range(2))
     fill(model, cache, ids)
     fill(model, shorter, ids[:, :-1])
     want = generate(model, ids, shorter, new=4)
@@ -102,13 +102,13 @@ def test_ids_that_no_forward_showed_can_be_told() -> None:
     assert generate(model, other, cache).tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_forward_without_use_cache_reads_and_leaves_the_cache_alone(name: str, form: str) -> None:
+def test_a_forward_without_use_cache_reads_and_leaves_the_cache_alone(name: str, format_name: str) -> None:
     """Case 6. `use_cache=False` with a warm cache, then without it again."""
     model, ids = shared_model(name), prompt(2, 2 * BLOCK)
     for tokens in AT_EDGES[:3]:
-        cache, twin = (paged(name, kv_cache_dtype=form) for _ in range(2))
+        cache, twin = (paged(name, kv_cache_dtype=format_name) for _ in range(2))
         for one in (cache, twin):
             fill(model, one, ids[:, :tokens])
         held = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
@@ -118,7 +118,7 @@ def test_a_forward_without_use_cache_reads_and_leaves_the_cache_alone(name: str,
             for layer, (keys, values) in zip(cache.layers, held, strict=True):
                 assert torch.equal(layer.keys + 0, keys)
                 assert torch.equal(layer.values + 0, values)
-            if form == "auto":
+            if format_name == "auto":
                 want = fill(model, None, ids[:, : tokens + new], use_cache=False)[:, tokens:]
                 assert (peeked - want).abs().max() <= 2e-4 * want.abs().max()
         rest = ids[:, tokens : tokens + 3]
@@ -135,12 +135,12 @@ def test_generation_without_use_cache_is_refused_with_the_way_to_read(name: str)
     assert_sound(cache, BLOCK)
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_done_with_a_frozen_cache_never_shows_in_the_original(name: str, form: str) -> None:
+def test_what_is_done_with_a_frozen_cache_never_shows_in_the_original(name: str, format_name: str) -> None:
     """Case 6. Generate from a prefix, many times."""
     model, ids = shared_model(name), prompt(1, BLOCK + 5)
-    cache, alone = (paged(name, kv_cache_dtype=form) for _ in range(2))
+    cache, alone = (paged(name, kv_cache_dtype=format_name) for _ in range(2))
     for one in (cache, alone):
         fill(model, one, ids)
     used = cache.stats().used_blocks
@@ -149,7 +149,7 @@ def test_what_is_done_with_a_frozen_cache_never_shows_in_the_original(name: str,
         with cache.frozen() as peek:
             got = generate(model, said, peek, new=4)
             assert_sound(peek, said.shape[1] + 3)
-        if form == "auto":
+        if format_name == "auto":
             want = reference(model, said, new=4)
             PagedCache(model)
             assert got.tolist() == want.tolist()

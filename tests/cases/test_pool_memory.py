@@ -20,10 +20,10 @@ from tests.support.models import shared_model
 from tests.support.quantized import states, update_all
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_one_cache_for_many_prompts_takes_no_more_than_for_one(form: str) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
+def test_one_cache_for_many_prompts_takes_no_more_than_for_one(format_name: str) -> None:
     """Case 39. Generate and reset, again and again: the same pools, all of their blocks free."""
-    model, cache = shared_model("llama"), paged(kv_cache_dtype=form)
+    model, cache = shared_model("llama"), paged(kv_cache_dtype=format_name)
     seen = set()
     for turn in range(25):
         generate(model, prompt(2, BLOCK - 2 + turn % 5, seed=turn), cache, new=3)
@@ -53,10 +53,10 @@ def test_a_new_cache_for_every_prompt_dies_with_its_last_name(name: str) -> None
         gc.enable()
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_forwards_with_gradients_leave_no_graph_in_the_cache(form: str) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
+def test_forwards_with_gradients_leave_no_graph_in_the_cache(format_name: str) -> None:
     """Case 41. What is stored is a constant, and the graph of a forward dies with its output."""
-    model, cache = shared_model("llama"), paged(kv_cache_dtype=form)
+    model, cache = shared_model("llama"), paged(kv_cache_dtype=format_name)
     hidden: list[weakref.ref[torch.Tensor]] = []
     handle = model.model.layers[0].register_forward_hook(
         lambda module, args, output: hidden.append(
@@ -83,12 +83,12 @@ def test_forwards_with_gradients_leave_no_graph_in_the_cache(form: str) -> None:
 OPERATIONS = ("update", "update", "update", "crop", "reorder", "select", "repeat", "copy", "reset")
 
 
-@pytest.mark.parametrize("form", ["auto", *FORMATS])
+@pytest.mark.parametrize("format_name", ["auto", *FORMATS])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_free_and_held_blocks_add_up_after_whatever_is_done(name: str, form: str) -> None:
+def test_free_and_held_blocks_add_up_after_whatever_is_done(name: str, format_name: str) -> None:
     """Case 42. Random steps; after each one counts agree with tables, and free and held blocks are all."""
     draw = random.Random(5)
-    cache = paged(name, kv_cache_dtype=form, max_tokens=20 * BLOCK)
+    cache = paged(name, kv_cache_dtype=format_name, max_tokens=20 * BLOCK)
     cache.activate_past_recording()
     kept: list[PagedCache] = []
     for _ in range(60):
@@ -127,10 +127,10 @@ def _do(operation: str, cache: PagedCache, draw: random.Random, kept: list[Paged
         cache.reset()
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_a_bounded_cache_says_so_before_it_writes_and_goes_on(form: str) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
+def test_a_bounded_cache_says_so_before_it_writes_and_goes_on(format_name: str) -> None:
     """Case 43. Four blocks, and five blocks of tokens."""
-    model, cache = shared_model("llama"), paged(kv_cache_dtype=form, max_tokens=4 * BLOCK)
+    model, cache = shared_model("llama"), paged(kv_cache_dtype=format_name, max_tokens=4 * BLOCK)
     total = 4
     with pytest.raises(PoolExhausted, match="max_tokens") as caught:
         fill(model, cache, prompt(1, 5 * BLOCK))

@@ -44,11 +44,13 @@ def _uneven_model(offset: float) -> Any:
     return model
 
 
-def _errors(form: str, offset: float, guard: str = "on") -> tuple[float, float]:
+def _errors(format_name: str, offset: float, guard: str = "on") -> tuple[float, float]:
     """Of the worst channel of K in the first layer, and of the logits, the mean over steps."""
     model = _uneven_model(offset)
     exact = PagedCache(model, block_size=BLOCK)
-    bits = PagedCache(model, block_size=BLOCK, kv_cache_dtype=form, group_size=8, key_error_guard=guard)
+    bits = PagedCache(
+        model, block_size=BLOCK, kv_cache_dtype=format_name, group_size=8, key_error_guard=guard
+    )
     errors = []
     for step in range(24):
         ids = prompt(2, 1 + 6 * (step % 2) if step else 5 * BLOCK, seed=step)
@@ -61,10 +63,10 @@ def _errors(form: str, offset: float, guard: str = "on") -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("offset", [0.0, 60.0])
-@pytest.mark.parametrize("form", FORMATS)
-def test_logits_survive_keys_with_outliers(form: str, offset: float) -> None:
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_logits_survive_keys_with_outliers(format_name: str, offset: float) -> None:
     """Case 60. In every channel; a guard moves K to 8 bits where 4 would lose them."""
-    channel, logits = _errors(form, offset)
+    channel, logits = _errors(format_name, offset)
     assert 0 < channel <= CHANNEL_BOUND
     assert 0 < logits <= LOGIT_BOUND
 
@@ -77,10 +79,10 @@ def test_outliers_ruin_what_the_guard_does_not_look_at() -> None:
 
 
 @pytest.mark.parametrize("factor", [50.0, 1000.0])
-@pytest.mark.parametrize("form", FORMATS)
-def test_no_scale_is_fixed_by_the_first_tokens(form: str, factor: float) -> None:
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_no_scale_is_fixed_by_the_first_tokens(format_name: str, factor: float) -> None:
     """Case 62. A tiny first prompt, then K and V that are much larger."""
-    cache = paged(kv_cache_dtype=form)
+    cache = paged(kv_cache_dtype=format_name)
     first, later = states(5, rows=2), states(3 * BLOCK, rows=2, seed=1)
     first = first[0] * 0.01, first[1] * 0.01
     later = later[0] * 0.01 * factor, later[1] * 0.01 * factor
@@ -92,7 +94,7 @@ def test_no_scale_is_fixed_by_the_first_tokens(form: str, factor: float) -> None
             assert shown.isfinite().all()
             for got, want in ((shown[:, :, BLOCK:], b[:, :, BLOCK - 5 :]), (shown[:, :, 5:], b)):
                 assert (got - want).norm() <= 0.15 * want.norm()
-            if "block" not in form:  # one scale for a block, by design
+            if "block" not in format_name:  # one scale for a block, by design
                 assert (shown[:, :, :5] - a).norm() <= 0.15 * a.norm()
     cache.check_integrity()
 
@@ -143,9 +145,9 @@ def test_perplexity_over_512_tokens_is_within_the_bound_of_the_format(model: Any
     assert ids.shape[1] == 512
     disable(model)
     want = _perplexity(model, host_cache(model), ids)
-    for form, bound in PERPLEXITY_BOUNDS.items():
-        got = _perplexity(model, PagedCache(model, kv_cache_dtype=form), ids)
-        assert got <= bound * want, (form, got, want)
+    for format_name, bound in PERPLEXITY_BOUNDS.items():
+        got = _perplexity(model, PagedCache(model, kv_cache_dtype=format_name), ids)
+        assert got <= bound * want, (format_name, got, want)
 
 
 @pytest.mark.slow
@@ -156,10 +158,10 @@ def test_the_first_token_of_an_answer_is_that_of_the_stock_cache(model: Any, tok
         inputs = _batch(tokenizer, first, rows=10)
         disable(model)
         want = model.generate(**inputs, **options)[:, -1].tolist()
-        for form in ("int8", "int4"):
-            cache = PagedCache(model, kv_cache_dtype=form)
+        for format_name in ("int8", "int4"):
+            cache = PagedCache(model, kv_cache_dtype=format_name)
             got = model.generate(**inputs, **options, **{cache_kwarg(): cache})
-            assert got[:, -1].tolist() == want, form
+            assert got[:, -1].tolist() == want, format_name
 
 
 def _repeats(tokens: torch.Tensor, end: int) -> tuple[int, int]:
@@ -175,8 +177,8 @@ def test_no_more_tokens_are_said_twice_than_with_the_stock_cache(model: Any, tok
     start = inputs["input_ids"].shape[1]
     disable(model)
     want, of = _repeats(_generate(model, inputs, host_cache(model), new_tokens=64)[:, start:], end)
-    for form in ("auto", "int8", "int4"):
-        cache = PagedCache(model, kv_cache_dtype=form)
+    for format_name in ("auto", "int8", "int4"):
+        cache = PagedCache(model, kv_cache_dtype=format_name)
         got, said = _repeats(_generate(model, inputs, cache, new_tokens=64)[:, start:], end)
         assert said > 200, "answers that end at once repeat nothing"
-        assert got / said <= want / of + 0.01, form
+        assert got / said <= want / of + 0.01, format_name

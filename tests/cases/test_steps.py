@@ -27,14 +27,14 @@ def _decoder_layers(model: Any) -> Any:
 
 @pytest.mark.parametrize("warm", [0, BLOCK - 1, BLOCK + 1])
 @pytest.mark.parametrize("failing", [1, -1])
-@pytest.mark.parametrize("form", ["auto", *FORMATS])
+@pytest.mark.parametrize("format_name", ["auto", *FORMATS])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_a_prompt_that_failed_in_any_layer_is_right_when_it_is_run_again(
-    name: str, form: str, failing: int, warm: int
+    name: str, format_name: str, failing: int, warm: int
 ) -> None:
     """Case 69. All layers are at one length as soon as one looks, and no block is half-filled or lost."""
     model = shared_model(name)
-    cache, alone = (paged(name, kv_cache_dtype=form) for _ in range(2))
+    cache, alone = (paged(name, kv_cache_dtype=format_name) for _ in range(2))
     for one in (cache, alone) if warm else ():
         fill(model, one, prompt(1, warm))
     used = cache.stats().used_blocks
@@ -126,10 +126,10 @@ def test_an_answer_that_was_interrupted_can_be_gone_on_with(name: str, how: str)
     assert_sound(cache, want.shape[1] - 1)
 
 
-@pytest.mark.parametrize("form", ["auto", *FORMATS])
-def test_a_full_pool_in_the_middle_of_an_answer_leaves_all_layers_at_one_length(form: str) -> None:
+@pytest.mark.parametrize("format_name", ["auto", *FORMATS])
+def test_a_full_pool_in_the_middle_of_an_answer_leaves_all_layers_at_one_length(format_name: str) -> None:
     """Case 43. And a crop makes room to go on."""
-    model, cache = shared_model("llama"), paged(kv_cache_dtype=form, max_tokens=2 * BLOCK)
+    model, cache = shared_model("llama"), paged(kv_cache_dtype=format_name, max_tokens=2 * BLOCK)
     with pytest.raises(PoolExhausted):
         generate(model, prompt(1, BLOCK + 5), cache, new=30)
     assert {layer.get_seq_length() for layer in cache.layers} == {2 * BLOCK}
@@ -142,13 +142,13 @@ def test_a_full_pool_in_the_middle_of_an_answer_leaves_all_layers_at_one_length(
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "new"),
+    ("name", "format_name", "new"),
     [("llama", "auto", 40), ("llama", "int8", 12), ("llama", "int4", 12), ("gemma3", "auto", 12)],
 )
-def test_four_threads_over_one_pool_say_what_each_says_alone(name: str, form: str, new: int) -> None:
+def test_four_threads_over_one_pool_say_what_each_says_alone(name: str, format_name: str, new: int) -> None:
     """Case 81. Forks of one prefix; then the counts add up."""
     model, prefix = shared_model(name), prompt(1, BLOCK + 3)
-    base = paged(name, kv_cache_dtype=form)
+    base = paged(name, kv_cache_dtype=format_name)
     fill(model, base, prefix)
     said = [torch.cat((prefix, prompt(1, 2 + seed, seed=seed)), dim=1) for seed in range(4)]
     want = [generate(model, ids, base.fork(), new=new).tolist() for ids in said]

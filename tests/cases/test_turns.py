@@ -88,26 +88,28 @@ def test_new_ids_alone_are_right_with_the_mask_of_all_and_refused_without(name: 
     assert_sound(cache, want.shape[1] - 1)
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-alibi"])
-def test_a_cache_rebuilt_from_keys_and_values_goes_on_with_the_mask_of_all(name: str, form: str) -> None:
+def test_a_cache_rebuilt_from_keys_and_values_goes_on_with_the_mask_of_all(
+    name: str, format_name: str
+) -> None:
     """Case 4. Somebody hands over the K and V of another cache."""
     model = shared_model(name)
     for tokens in AT_EDGES:
         ids = prompt(2, tokens + 1)
-        source, rebuilt = paged(name, kv_cache_dtype=form), paged(name)
+        source, rebuilt = paged(name, kv_cache_dtype=format_name), paged(name)
         fill(model, source, ids[:, :-1])
         for index, layer in enumerate(source.layers):
             rebuilt.update(layer.keys, layer.values, index)
         mask = torch.ones_like(ids)
         got = fill(model, rebuilt, ids[:, -1:], attention_mask=mask)
-        if form == "auto":
+        if format_name == "auto":
             want = fill(model, None, ids)[:, -1:]
         else:  # in bits the new token is stored as bytes too
             unquantized = paged(name)
             fill(model, unquantized, ids[:, :-1])
             want = fill(model, unquantized, ids[:, -1:])
-        assert (got - want).abs().max() <= (1e-4 if form == "auto" else 0.15) * want.abs().max()
+        assert (got - want).abs().max() <= (1e-4 if format_name == "auto" else 0.15) * want.abs().max()
         assert_sound(rebuilt, tokens + 1)
 
 
@@ -279,16 +281,16 @@ def mask_length(talk: Talk) -> int:
     return talk["attention_mask"].shape[1]
 
 
-@pytest.mark.parametrize("form", ["auto", *FORMATS])
-def test_rows_that_ended_early_are_as_alone_in_every_format(form: str) -> None:
-    _talk_as_alone(form, START, MORE, ENDS)
+@pytest.mark.parametrize("format_name", ["auto", *FORMATS])
+def test_rows_that_ended_early_are_as_alone_in_every_format(format_name: str) -> None:
+    _talk_as_alone(format_name, START, MORE, ENDS)
 
 
-def _talk_as_alone(form: str, start: Talk, more: list[Talk], ends: Any) -> None:
+def _talk_as_alone(format_name: str, start: Talk, more: list[Talk], ends: Any) -> None:
     model = padded.llama()
 
     def new() -> PagedCache:
-        return cache_of(model, form, key_error_guard="off")
+        return cache_of(model, format_name, key_error_guard="off")
 
     cache, talk, turns = new(), start, []
     for turn, counts in enumerate(ends):
@@ -297,7 +299,7 @@ def _talk_as_alone(form: str, start: Talk, more: list[Talk], ends: Any) -> None:
         turns.append((before, talk))
         cache.check_integrity()
     _assert_as_alone(model, new, turns, ends)
-    if form == "auto":
+    if format_name == "auto":
         disable(model)
         _assert_as_alone(model, lambda: host_cache(model), turns, ends)
         for row in range(len(start["input_ids"])):  # and where there never was any filler
@@ -318,10 +320,10 @@ def test_batches_of_any_padding_and_any_ends_are_as_alone(data: st.DataObject) -
     def draw(least: int, most: int, label: str) -> list[int]:
         return data.draw(st.lists(st.integers(least, most), min_size=rows, max_size=rows), label=label)
 
-    form = data.draw(st.sampled_from(["auto", *FORMATS]), label="form")
+    format_name = data.draw(st.sampled_from(["auto", *FORMATS]), label="format_name")
     start = _ragged(*draw(1, 40, "prompt"))
     more = [_ragged(*draw(1, 6, "more"), seed=10 * turn) for turn in (1, 2)]
-    _talk_as_alone(form, start, more, [draw(1, 6, "ends") for _ in range(3)])
+    _talk_as_alone(format_name, start, more, [draw(1, 6, "ends") for _ in range(3)])
 
 
 # --- what is cropped is gone, from the tokens and from everything that is kept beside them ------------------
@@ -353,12 +355,12 @@ def test_a_cropped_cache_that_grows_again_equals_a_fresh_one(name: str, removed:
 
 
 @pytest.mark.parametrize("removed", [1, 4, 5, BLOCK + 3, BLOCK + 4])
-@pytest.mark.parametrize("form", ["auto", *FORMATS])
+@pytest.mark.parametrize("format_name", ["auto", *FORMATS])
 def test_nothing_of_the_cropped_tokens_is_left_in_bytes_scales_or_dense_blocks(
-    form: str, removed: int
+    format_name: str, removed: int
 ) -> None:
     """Case 31. Regrown with other tokens, of which no scale or zero point may know the old ones."""
-    cache = paged(kv_cache_dtype=form, key_error_guard="off")
+    cache = paged(kv_cache_dtype=format_name, key_error_guard="off")
     keys, values = states(TOKENS, rows=2)
     # Tokens that would spoil every scale they leave behind.
     keys[:, :, -removed:], values[:, :, -removed:] = 500.0, -500.0
@@ -378,16 +380,16 @@ def test_nothing_of_the_cropped_tokens_is_left_in_bytes_scales_or_dense_blocks(
             got = getattr(layer, side).clone()
             assert got.shape == want.shape
             error = (got - want)[:, :, kept:].norm() / new.norm()
-            assert error <= (0.0 if form == "auto" else 0.2), (side, float(error))
+            assert error <= (0.0 if format_name == "auto" else 0.2), (side, float(error))
     assert_sound(cache, kept + 2 * BLOCK + 1)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_what_a_crop_back_into_a_block_moves_is_bounded_and_a_fork_moves_nothing(form: str) -> None:
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_what_a_crop_back_into_a_block_moves_is_bounded_and_a_fork_moves_nothing(format_name: str) -> None:
     """A question, its crop, another question: tokens before both were rounded beside the first one's."""
     kept = BLOCK + 6
     before, first, second = (states(tokens, seed=seed) for tokens, seed in ((kept, 0), (40, 1), (40, 2)))
-    cache, fresh = (paged(kv_cache_dtype=form, key_error_guard="off") for _ in range(2))
+    cache, fresh = (paged(kv_cache_dtype=format_name, key_error_guard="off") for _ in range(2))
     for one in (cache, fresh):
         update_all(one, *before)
     update_all(fresh, *second)

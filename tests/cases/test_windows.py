@@ -37,10 +37,10 @@ def test_the_row_that_is_dropped_when_a_window_fills_is_the_right_one(name: str,
     assert_sound(cache, tokens + 23)
 
 
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_blocks_wholly_outside_the_window_are_freed(form: str) -> None:
+@pytest.mark.parametrize("format_name", ["auto", "int8", "int4"])
+def test_blocks_wholly_outside_the_window_are_freed(format_name: str) -> None:
     """Case 53. However long the answer is, a row holds what its window spans."""
-    model, cache = shared_model("mistral"), paged("mistral", kv_cache_dtype=form)
+    model, cache = shared_model("mistral"), paged("mistral", kv_cache_dtype=format_name)
     fill(model, cache, prompt(2, 5 * BLOCK + 3))
     for step in range(2 * BLOCK):
         fill(model, cache, prompt(2, 1, seed=step))

@@ -199,7 +199,7 @@ def test_bytes_by_format_add_up_to_those_in_use(name: str) -> None:
 
 def test_layers_that_the_guard_moved_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "hf_paged_cache.store.key_guard.key_error", lambda form, keys: float(keys.max() > 1e3)
+        "hf_paged_cache.store.key_guard.key_error", lambda layer_format, keys: float(keys.max() > 1e3)
     )
     cache = cache_of(shared_model("llama"), "int4")
     assert cache.stats().moved_layers == {}

@@ -32,9 +32,9 @@ NAMES = tuple(FORMATS)
 
 
 def bound(name: str, block_size: int, head_dim: int, v_head_dim: int | None = None) -> RecordFormat:
-    form = kv_format(name, group_size=97 if head_dim == 97 else 16)
-    assert form is not None
-    return form.bind(block_size, head_dim, v_head_dim or head_dim)
+    layer_format = kv_format(name, group_size=97 if head_dim == 97 else 16)
+    assert layer_format is not None
+    return layer_format.bind(block_size, head_dim, v_head_dim or head_dim)
 
 
 def expected_bytes(name: str, tokens: int, dim: int) -> int:
@@ -60,9 +60,9 @@ def expected_bytes(name: str, tokens: int, dim: int) -> int:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_record_has_the_bytes_it_says(name: str, head_dim: int, block_size: int) -> None:
-    form = bound(name, block_size, head_dim)
-    assert form.nbytes == expected_bytes(name, block_size, head_dim)
-    assert form.bits_per_value == 8 * form.nbytes / (2 * block_size * head_dim)
+    layout = bound(name, block_size, head_dim)
+    assert layout.nbytes == expected_bytes(name, block_size, head_dim)
+    assert layout.bits_per_value == 8 * layout.nbytes / (2 * block_size * head_dim)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ SPREADS = {
 def test_the_round_trip_stays_within_the_bound(
     name: str, head_dim: int, block_size: int, spread: str
 ) -> None:
-    form = bound(name, block_size, head_dim)
+    layout = bound(name, block_size, head_dim)
     g = torch.Generator().manual_seed(head_dim * block_size)
     shape = (2, 3, block_size, head_dim)
     keys, values = (SPREADS[spread](torch.randn(shape, generator=g)) for _ in range(2))
-    records = torch.full((2, 3, form.nbytes), 0xFF, dtype=torch.uint8)
-    form.encode(keys, values, records)
-    got_keys, got_values = form.decode(records)
-    for codec, x, got in ((form.format.keys, keys, got_keys), (form.format.values, values, got_values)):
+    records = torch.full((2, 3, layout.nbytes), 0xFF, dtype=torch.uint8)
+    layout.encode(keys, values, records)
+    got_keys, got_values = layout.decode(records)
+    for codec, x, got in ((layout.format.keys, keys, got_keys), (layout.format.values, values, got_values)):
         rounding = 2e-6 * float(x.abs().amax())
         assert got.isfinite().all()
         assert ((got - x).abs() <= error_bound(codec, x) + rounding).all()
@@ -117,12 +117,12 @@ def test_the_bound_is_no_idle_promise(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].is_per_token])
 def test_token_by_token_gives_the_bytes_of_a_block(name: str) -> None:
-    form = bound(name, 16, 64, 128)
+    layout = bound(name, 16, 64, 128)
     keys, values = torch.randn(2, 16, 64), torch.randn(2, 16, 128)
-    at_once, one_by_one = (torch.zeros(2, form.nbytes, dtype=torch.uint8) for _ in range(2))
-    form.encode(keys, values, at_once)
+    at_once, one_by_one = (torch.zeros(2, layout.nbytes, dtype=torch.uint8) for _ in range(2))
+    layout.encode(keys, values, at_once)
     for first, last in ((0, 1), (1, 5), (5, 16)):
-        form.encode_tokens(keys[:, first:last], values[:, first:last], one_by_one, first)
+        layout.encode_tokens(keys[:, first:last], values[:, first:last], one_by_one, first)
     assert torch.equal(at_once, one_by_one)
 
 
@@ -170,14 +170,14 @@ def test_the_picture_of_int4_group() -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_largest_values_saturate_and_are_never_lost(name: str, head_dim: int) -> None:
-    form = bound(name, 16, head_dim)
+    layout = bound(name, 16, head_dim)
     for sign in (1.0, -1.0):
         # Signs under which a rotation would put all of it into one channel.
         extreme = sign * LARGEST_VALUE * torch.tensor(signs(head_dim), dtype=torch.float32)
         x = extreme.expand(16, head_dim)
-        records = torch.zeros(form.nbytes, dtype=torch.uint8)
-        form.encode(x, x, records)
-        for got in form.decode(records):
+        records = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        layout.encode(x, x, records)
+        for got in layout.decode(records):
             assert got.isfinite().all()
             assert got.norm() <= 1.01 * x.norm()
             assert (got * x).sum() > 0
@@ -186,11 +186,11 @@ def test_the_largest_values_saturate_and_are_never_lost(name: str, head_dim: int
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_comes_in_another_dtype_is_the_same_number(name: str, dtype: torch.dtype) -> None:
-    form = bound(name, 16, 64)
+    layout = bound(name, 16, 64)
     keys, values = torch.randn(16, 64).to(dtype), torch.randn(16, 64).to(dtype)
-    there, here = (torch.zeros(form.nbytes, dtype=torch.uint8) for _ in range(2))
-    form.encode(keys, values, there)
-    form.encode(keys.float(), values.float(), here)
+    there, here = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
+    layout.encode(keys, values, there)
+    layout.encode(keys.float(), values.float(), here)
     assert torch.equal(there, here)
 
 
@@ -198,11 +198,11 @@ def test_every_pair_of_codecs_makes_a_record() -> None:
     codecs = (Int8Token(), Fp8Token(), Int4Token(), Int4Channel(), Int8Block(), Int4Group(16))
     for keys in codecs:
         for values in codecs:
-            form = KVFormat("pair", keys, values).bind(16, 64, 32)
+            layout = KVFormat("pair", keys, values).bind(16, 64, 32)
             k, v = torch.randn(3, 16, 64), torch.randn(3, 16, 32)
-            records = torch.zeros(3, form.nbytes, dtype=torch.uint8)
-            form.encode(k, v, records)
-            got_k, got_v = form.decode(records)
+            records = torch.zeros(3, layout.nbytes, dtype=torch.uint8)
+            layout.encode(k, v, records)
+            got_k, got_v = layout.decode(records)
             assert ((got_k - k).abs() <= error_bound(keys, k) + 1e-5).all()
             assert ((got_v - v).abs() <= error_bound(values, v) + 1e-5).all()
 
@@ -214,11 +214,11 @@ def test_auto_has_no_format_and_unknown_names_are_refused() -> None:
 
 
 def test_groups_must_fill_a_head() -> None:
-    form = kv_format("int4_group", group_size=48)
-    assert form is not None
+    layer_format = kv_format("int4_group", group_size=48)
+    assert layer_format is not None
     with pytest.raises(PagedCacheError, match=r"group_size must divide the head dim, which is 64; got 48"):
-        form.bind(64, 64, 64)
-    form.bind(64, 96, 96)
+        layer_format.bind(64, 64, 64)
+    layer_format.bind(64, 96, 96)
 
 
 def test_keys_in_int8_are_known_by_name_where_the_pair_has_one() -> None:

@@ -80,17 +80,17 @@ class PaddedRows:
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-@pytest.mark.parametrize("form", LAYER_DTYPES)
-def test_rows_are_those_of_caches_of_their_own(form: str, kind: str) -> None:
-    rng = random.Random(f"{form} {kind}")
-    sinks = rng.choice([None, 2 * BLOCK]) if form != "auto" else None
+@pytest.mark.parametrize("format_name", LAYER_DTYPES)
+def test_rows_are_those_of_caches_of_their_own(format_name: str, kind: str) -> None:
+    rng = random.Random(f"{format_name} {kind}")
+    sinks = rng.choice([None, 2 * BLOCK]) if format_name != "auto" else None
     torch.manual_seed(rng.randrange(1000))
 
     def make() -> PagedCache:
         return PagedCache(
             model_config(kind),
             block_size=BLOCK,
-            kv_cache_dtype=form,
+            kv_cache_dtype=format_name,
             sink_tokens=sinks,
             group_size=GROUP_SIZE,
             max_tokens=4000,

@@ -430,12 +430,12 @@ def _run(row: Row, paged: Any, stock: Any, bound: float, subject: Call, append: 
         _check(paged, stock, bound)
 
 
-def _pair(kind: str, form: str, tokens: int, *, stock_records: bool = False) -> tuple[Any, Any]:
+def _pair(kind: str, format_name: str, tokens: int, *, stock_records: bool = False) -> tuple[Any, Any]:
     config = KINDS[kind]()
     stock = DynamicCache(config=config)
     if stock_records:
         stock.activate_past_recording()
-    caches = PagedCache(config, block_size=BLOCK, kv_cache_dtype=form, group_size=8), stock
+    caches = PagedCache(config, block_size=BLOCK, kv_cache_dtype=format_name, group_size=8), stock
     for cache in caches if tokens else ():
         _update(cache, tokens - 3, seed=1)
         _update(cache, 3, seed=2)
@@ -494,19 +494,19 @@ def test_every_name_of_the_installed_transformers_has_a_row(owner: type) -> None
     assert _names(owner) - {row.name for row in tables[owner]} == set()
 
 
-@pytest.mark.parametrize(("row", "kind", "forms"), _cases(CACHE_ROWS, DynamicCache))
-def test_the_cache_answers_as_the_stock_cache_does(row: Row, kind: str, forms: Sequence[str]) -> None:
+@pytest.mark.parametrize(("row", "kind", "format_names"), _cases(CACHE_ROWS, DynamicCache))
+def test_the_cache_answers_as_the_stock_cache_does(row: Row, kind: str, format_names: Sequence[str]) -> None:
     lengths = (0, *row.fill) if row.compared == "value" else row.fill
-    for form, tokens in product(forms, lengths):
-        paged, stock = _pair(kind, form, tokens, stock_records=row.stock_records)
-        _run(row, paged, stock, BOUNDS[form], lambda cache: cache, _update)
+    for format_name, tokens in product(format_names, lengths):
+        paged, stock = _pair(kind, format_name, tokens, stock_records=row.stock_records)
+        _run(row, paged, stock, BOUNDS[format_name], lambda cache: cache, _update)
 
 
-@pytest.mark.parametrize(("row", "kind", "forms"), _cases(LAYER_ROWS, DynamicSlidingWindowLayer))
-def test_a_layer_answers_as_the_stock_layer_does(row: Row, kind: str, forms: Sequence[str]) -> None:
-    for form, tokens in product(forms, row.fill):
-        paged, stock = _pair(kind, form, tokens)
-        _run(row, paged, stock, BOUNDS[form], lambda cache: cache.layers[0], _update)
+@pytest.mark.parametrize(("row", "kind", "format_names"), _cases(LAYER_ROWS, DynamicSlidingWindowLayer))
+def test_a_layer_answers_as_the_stock_layer_does(row: Row, kind: str, format_names: Sequence[str]) -> None:
+    for format_name, tokens in product(format_names, row.fill):
+        paged, stock = _pair(kind, format_name, tokens)
+        _run(row, paged, stock, BOUNDS[format_name], lambda cache: cache.layers[0], _update)
 
 
 def test_every_format_is_in_the_table() -> None:
@@ -526,8 +526,8 @@ def _update_decoder(cache: Any, tokens: int, seed: int = 5) -> Any:
     return _update(cache.self_attention_cache, tokens, seed)
 
 
-def _encoder_decoder_pair(config: PreTrainedConfig, form: str, tokens: int) -> tuple[Any, Any]:
-    options = {"block_size": BLOCK, "kv_cache_dtype": form, "group_size": 8}
+def _encoder_decoder_pair(config: PreTrainedConfig, format_name: str, tokens: int) -> tuple[Any, Any]:
+    options = {"block_size": BLOCK, "kv_cache_dtype": format_name, "group_size": 8}
     caches = (
         EncoderDecoderCache(PagedCache(config, **options), PagedCache(config, **options)),
         EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config)),
@@ -588,11 +588,11 @@ ENCODER_DECODER_ROWS = (
 
 
 @pytest.mark.parametrize(
-    ("row", "config", "forms"), _cases(ENCODER_DECODER_ROWS, EncoderDecoderCache, [T5, BART])
+    ("row", "config", "format_names"), _cases(ENCODER_DECODER_ROWS, EncoderDecoderCache, [T5, BART])
 )
 def test_a_pair_of_caches_answers_as_a_pair_of_stock_caches_does(
-    row: Row, config: PreTrainedConfig, forms: Sequence[str]
+    row: Row, config: PreTrainedConfig, format_names: Sequence[str]
 ) -> None:
-    for form, tokens in product(forms, row.fill):
-        paged, stock = _encoder_decoder_pair(config, form, tokens)
-        _run(row, paged, stock, BOUNDS[form], lambda cache: cache, _update_decoder)
+    for format_name, tokens in product(format_names, row.fill):
+        paged, stock = _encoder_decoder_pair(config, format_name, tokens)
+        _run(row, paged, stock, BOUNDS[format_name], lambda cache: cache, _update_decoder)

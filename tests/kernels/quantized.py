@@ -28,7 +28,7 @@ Dense = Literal["none", "edges"]
 """Which blocks stay in the model's dtype: none, or the first and the last one."""
 
 
-def form_of(name: str, case: Case, *, group_size: int | None = None) -> RecordFormat:
+def layout_of(name: str, case: Case, *, group_size: int | None = None) -> RecordFormat:
     """The records of a case's blocks; groups as large as heads allow, up to 32."""
     v_head_dim = case.v_head_dim or case.head_dim
     if group_size is None:
@@ -36,27 +36,27 @@ def form_of(name: str, case: Case, *, group_size: int | None = None) -> RecordFo
         group_size = next(fitting)
         if group_size == 1 and case.head_dim == v_head_dim:  # 97 has no divisors
             group_size = case.head_dim
-    form = kv_format(name, group_size=group_size)
-    assert form is not None
-    return form.bind(case.block_size, case.head_dim, v_head_dim)
+    layer_format = kv_format(name, group_size=group_size)
+    assert layer_format is not None
+    return layer_format.bind(case.block_size, case.head_dim, v_head_dim)
 
 
 def build_quantized(
     case: Case,
-    form: RecordFormat,
+    layout: RecordFormat,
     dtype: torch.dtype = torch.float32,
     *,
     dense: Dense | None = None,
     seed: int = 0,
 ) -> Problem:
-    """Blocks, question and float64 answer of a case whose blocks are records of `form`.
+    """Blocks, question and float64 answer of a case whose blocks are records of `layout`.
 
     Whatever nobody may read is NaN: slots never filled (their scales, in records), blocks of no table, other
     layers of the pool, and where a format allows it tokens that no query sees.
     """
     g = torch.Generator().manual_seed(seed)
     if dense is None:
-        dense = "none" if form.format.is_per_token else "edges"
+        dense = "none" if layout.format.is_per_token else "edges"
     v_head_dim = case.v_head_dim or case.head_dim
     columns = -(-case.end // case.block_size)
 
@@ -84,7 +84,7 @@ def build_quantized(
     read = torch.zeros(case.batch, case.kv_heads, columns * case.block_size, dtype=torch.bool)
     read[:, :, case.start : case.end] = visible.unflatten(1, (case.kv_heads, case.group)).any(2).any(2)
     dense_columns = {0, columns - 1} if dense == "edges" else set[int]()
-    blocks, keys, values = _store(case, form, keys, values, _from_own_begin(case, read), dense_columns, g)
+    blocks, keys, values = _store(case, layout, keys, values, _from_own_begin(case, read), dense_columns, g)
     keys, values = (_to_columns(case, x)[:, :, case.start : case.end] for x in (keys, values))
     want, want_lse = dense_answer(
         query, keys, values, visible, bias, attention.scale, attention.softcap, attention.sinks
@@ -112,7 +112,7 @@ def _to_columns(case: Case, x: torch.Tensor) -> torch.Tensor:
 
 def _store(
     case: Case,
-    form: RecordFormat,
+    layout: RecordFormat,
     keys: torch.Tensor,
     values: torch.Tensor,
     read: torch.Tensor,
@@ -130,7 +130,7 @@ def _store(
         torch.full((num_slots, 3, case.kv_heads, size, x.shape[-1]), torch.nan, dtype=x.dtype)
         for x in (keys, values)
     ]
-    records = torch.full((num_blocks, 3, case.kv_heads, form.nbytes), 0xFF, dtype=torch.uint8)
+    records = torch.full((num_blocks, 3, case.kv_heads, layout.nbytes), 0xFF, dtype=torch.uint8)
     stored = [x.float().clone() for x in (keys, values)]
     slot = num_slots - 1
     for row in range(case.batch):
@@ -145,21 +145,21 @@ def _store(
                     pool[slot, 1] = part.masked_fill(~seen[..., None], torch.nan)
                 continue
             record = records[table[row, column], 1]
-            form.encode(*parts, record)
-            for x, part in zip(stored, form.decode(record), strict=True):
+            layout.encode(*parts, record)
+            for x, part in zip(stored, layout.decode(record), strict=True):
                 x[row, :, span] = part
-            _poison(form, record, seen)
+            _poison(layout, record, seen)
     for row, column in case.nulls:
         table[row, column] = NULL_BLOCK
     blocks = LayerBlocks(
-        pools[0][:, 1], pools[1][:, 1], table, None, records[:, 1], form, offsets=case.offsets_tensor()
+        pools[0][:, 1], pools[1][:, 1], table, None, records[:, 1], layout, offsets=case.offsets_tensor()
     )
     return blocks, stored[0], stored[1]
 
 
-def _poison(form: RecordFormat, record: torch.Tensor, seen: torch.Tensor) -> None:
+def _poison(layout: RecordFormat, record: torch.Tensor, seen: torch.Tensor) -> None:
     """NaN for the scales of tokens that nobody sees, `[kv_heads, block_size]`."""
     for side in ("keys", "values"):
-        if form.codec(side).is_per_token:  # type: ignore[arg-type]
-            _, params = form.parts(record, side)  # type: ignore[arg-type]
+        if layout.codec(side).is_per_token:  # type: ignore[arg-type]
+            _, params = layout.parts(record, side)  # type: ignore[arg-type]
             params.masked_fill_(~seen[:, None, :, None], torch.nan)

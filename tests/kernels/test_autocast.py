@@ -65,13 +65,13 @@ def test_attention_under_autocast_gives_the_dtype_and_values_of_the_host(
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
-@pytest.mark.parametrize("form", ["auto", "int8", "fp8", "k8v4", "int4"])
+@pytest.mark.parametrize("format_name", ["auto", "int8", "fp8", "k8v4", "int4"])
 def test_what_is_stored_and_read_back_is_not_computed_under_autocast(
-    form: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    format_name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", backend)
     config = by_name("llama").build().config
-    caches = [PagedCache(config, block_size=16, kv_cache_dtype=form) for _ in range(2)]
+    caches = [PagedCache(config, block_size=16, kv_cache_dtype=format_name) for _ in range(2)]
     keys, values = torch.randn(2, 2, 2, 70, 16, generator=torch.Generator().manual_seed(0))
     for layer in range(3):
         caches[0].update(keys.bfloat16(), values.bfloat16(), layer)

@@ -23,7 +23,7 @@ from hf_paged_cache.kernels import cpp, reference
 from hf_paged_cache.kernels.call import NULL_BLOCK, LayerBlocks, dense_entry
 from hf_paged_cache.kernels.cpp import build as cpu_build
 from tests.kernels.cases import CASES, DTYPES, TOLERANCE, Case, Problem, assert_lse, case_id, rms_ratio
-from tests.kernels.quantized import FORMAT_NAMES, Dense, build_quantized, form_of
+from tests.kernels.quantized import FORMAT_NAMES, Dense, build_quantized, layout_of
 
 pytestmark = pytest.mark.skipif(cpp.unavailable_reason() is not None, reason=str(cpp.unavailable_reason()))
 
@@ -94,9 +94,9 @@ FEW = tuple(
 
 @functools.lru_cache(maxsize=100)
 def built(
-    case: Case, form: RecordFormat, dtype: torch.dtype = torch.float32, dense: Dense | None = None
+    case: Case, layout: RecordFormat, dtype: torch.dtype = torch.float32, dense: Dense | None = None
 ) -> Problem:
-    return build_quantized(case, form, dtype, dense=dense)
+    return build_quantized(case, layout, dtype, dense=dense)
 
 
 @functools.cache
@@ -126,9 +126,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tolerance_of(form: RecordFormat, dtype: torch.dtype = torch.float32) -> float:
-    integers = isinstance(form.format.keys, Int8Token | Int4Channel)
-    integers |= isinstance(form.format.values, Int8Token | Int4Token)
+def tolerance_of(layout: RecordFormat, dtype: torch.dtype = torch.float32) -> float:
+    integers = isinstance(layout.format.keys, Int8Token | Int4Channel)
+    integers |= isinstance(layout.format.values, Int8Token | Int4Token)
     return max(INTEGER_TOLERANCE if integers else FLOAT_TOLERANCE, TOLERANCE[dtype])
 
 
@@ -154,75 +154,75 @@ def assert_answers(problem: Problem, tolerance: float) -> None:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES, *SIZES], ids=case_id)
 def test_decode_answers_from_the_bytes(case: Case, name: str) -> None:
-    form = form_of(name, case)
+    layout = layout_of(name, case)
     for dense in ("none", "edges"):
-        assert_answers(built(case, form, torch.float32, dense), tolerance_of(form))
+        assert_answers(built(case, layout, torch.float32, dense), tolerance_of(layout))
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_decode_on_every_instruction_set(name: str, isa: str) -> None:
     for case in FEW:
-        form = form_of(name, case)
-        assert_answers(built(case, form), tolerance_of(form))
+        layout = layout_of(name, case)
+        assert_answers(built(case, layout), tolerance_of(layout))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_half_precision(name: str, dtype: torch.dtype, isa: str) -> None:
     case = Case("half", group=3, q_tokens=2, causal=True, end=150, head_dim=80)
-    form = form_of(name, case)
+    layout = layout_of(name, case)
     for dense in ("none", "edges"):
-        assert_answers(built(case, form, dtype, dense), tolerance_of(form, dtype))
+        assert_answers(built(case, layout, dtype, dense), tolerance_of(layout, dtype))
 
 
 @pytest.mark.parametrize("values", CODECS, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("keys", CODECS, ids=lambda codec: codec.name)
 def test_any_codec_of_k_goes_with_any_of_v(keys: object, values: object) -> None:
-    form = KVFormat("pair", keys, values).bind(32, 64, 96)  # type: ignore[arg-type]
+    layout = KVFormat("pair", keys, values).bind(32, 64, 96)  # type: ignore[arg-type]
     case = Case("pair", head_dim=64, v_head_dim=96, block_size=32, group=5, end=150, q_tokens=2, mask="bool")
-    assert_answers(built(case, form), tolerance_of(form))
+    assert_answers(built(case, layout), tolerance_of(layout))
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 5, 16, 48, 80])
 def test_groups_of_any_size_that_divides(group_size: int, isa: str) -> None:
     case = Case("groups", head_dim=240, group=3, end=70)
-    form = form_of("int4_group", case, group_size=group_size)
-    assert_answers(built(case, form), FLOAT_TOLERANCE)
+    layout = layout_of("int4_group", case, group_size=group_size)
+    assert_answers(built(case, layout), FLOAT_TOLERANCE)
 
 
 def test_dense_blocks_may_lie_between_records() -> None:
     case = Case("middle", group=3, end=300, kv_heads=2)
     for name in FORMAT_NAMES:
-        problem = build_quantized(case, form_of(name, case))
+        problem = build_quantized(case, layout_of(name, case))
         blocks = problem.blocks
-        form, column = blocks.form, 2
-        assert form is not None
+        layout, column = blocks.layout, 2
+        assert layout is not None
         assert blocks.records is not None
         slots = [torch.full((6, *x.shape[1:]), torch.nan) for x in (blocks.keys, blocks.values)]
         for side, wide in enumerate((blocks.keys, blocks.values)):
             slots[side][: wide.shape[0]] = wide
         for row in range(2):
-            decoded = form.decode(blocks.records[blocks.table[row, column]])
+            decoded = layout.decode(blocks.records[blocks.table[row, column]])
             for pool, x in zip(slots, decoded, strict=True):
                 pool[4 + row] = x
             blocks.table[row, column] = dense_entry(4 + row)
         blocks.keys, blocks.values, blocks.native = slots[0], slots[1], None
-        assert_answers(problem, tolerance_of(form))
+        assert_answers(problem, tolerance_of(layout))
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_one_thread_and_two_agree(name: str, threads: None) -> None:
     for case in (Case("splits", batch=1, end=1400, group=3), Case("rows", batch=5, end=65, group=3)):
-        form = form_of(name, case)
+        layout = layout_of(name, case)
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            assert_answers(built(case, form), tolerance_of(form))
+            assert_answers(built(case, layout), tolerance_of(layout))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "k8v4"])
 def test_the_error_of_integer_queries_is_at_most_a_ten_thousandth(name: str) -> None:
     case = Case("long", batch=1, end=3000, group=4, head_dim=128)
-    problem = built(case, form_of(name, case))
+    problem = built(case, layout_of(name, case))
     error = rms_ratio(cpp.decode(problem.blocks, problem.attention)[0], problem.want)
     assert error <= 1e-4, f"{error:.2e}"
 
@@ -231,10 +231,10 @@ def test_zero_queries_and_zero_values_give_zeros() -> None:
     case = Case("zeros", group=3, end=100)
     for name in FORMAT_NAMES:
         blocks = empty_blocks(name, entries=[[0, 1], [2, 3]], case=case)
-        tokens = 100 if blocks.form and blocks.form.format.is_per_token else 128
+        tokens = 100 if blocks.layout and blocks.layout.format.is_per_token else 128
         zeros = torch.zeros(2, 2, tokens, 64)
         cpp.write(blocks, zeros, zeros, 0)
-        attention = replace(built(case, form_of(name, case)).attention, query=torch.zeros(2, 6, 1, 64))
+        attention = replace(built(case, layout_of(name, case)).attention, query=torch.zeros(2, 6, 1, 64))
         got, lse = cpp.decode(blocks, attention, return_lse=True)
         assert (got == 0).all()
         assert torch.allclose(lse, torch.tensor(100.0).log())
@@ -243,7 +243,7 @@ def test_zero_queries_and_zero_values_give_zeros() -> None:
 def test_nan_in_the_query_reaches_its_own_row_only(isa: str) -> None:
     for name in FORMAT_NAMES:
         case = Case("nan", group=2, end=100)
-        problem = build_quantized(case, form_of(name, case))
+        problem = build_quantized(case, layout_of(name, case))
         problem.attention.query[1, 3, 0, 5] = torch.nan
         got = cpp.decode(problem.blocks, problem.attention)[0]
         assert got[1, 0, 3].isnan().all()
@@ -253,11 +253,11 @@ def test_nan_in_the_query_reaches_its_own_row_only(isa: str) -> None:
 def test_a_scale_of_nan_that_is_attended_reaches_the_output(isa: str) -> None:
     for name in FORMAT_NAMES:
         case = Case("nan", batch=1, group=2, end=100)
-        form = form_of(name, case)
-        problem = build_quantized(case, form, dense="none")
+        layout = layout_of(name, case)
+        problem = build_quantized(case, layout, dense="none")
         assert problem.blocks.records is not None
         record = problem.blocks.records[problem.blocks.table[0, 0], 1]
-        form.parts(record, "values")[1].view(-1)[0] = torch.nan
+        layout.parts(record, "values")[1].view(-1)[0] = torch.nan
         assert cpp.decode(problem.blocks, problem.attention)[0][0, 0, 2:].isnan().any()
 
 
@@ -268,13 +268,13 @@ def empty_blocks(
     name: str, *, entries: list[list[int]], case: Case, dtype: torch.dtype = torch.float32
 ) -> LayerBlocks:
     """Records and slots without content, under the given table; layer 1 of two."""
-    form = form_of(name, case)
+    layout = layout_of(name, case)
     v_head_dim = case.v_head_dim or case.head_dim
     shape = (3, 2, case.kv_heads, case.block_size)
     keys, values = (torch.full((*shape, dim), torch.nan, dtype=dtype) for dim in (case.head_dim, v_head_dim))
-    records = torch.full((9, 2, case.kv_heads, form.nbytes), 0xFF, dtype=torch.uint8)
+    records = torch.full((9, 2, case.kv_heads, layout.nbytes), 0xFF, dtype=torch.uint8)
     table = torch.tensor(entries, dtype=torch.int32)
-    return LayerBlocks(keys[:, 1], values[:, 1], table, None, records[:, 1], form)
+    return LayerBlocks(keys[:, 1], values[:, 1], table, None, records[:, 1], layout)
 
 
 def codes_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -283,13 +283,13 @@ def codes_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return packed.int()
 
 
-def assert_same_records(form: RecordFormat, got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_same_records(layout: RecordFormat, got: torch.Tensor, want: torch.Tensor) -> None:
     """Equal parameters, up to a unit in the last place; codes that differ by one at most, and hardly ever."""
     sides: tuple[Side, ...] = ("keys", "values")
     for side in sides:
-        codec = form.codec(side)
-        got_codes, got_params = form.parts(got, side)
-        codes, params = form.parts(want, side)
+        codec = layout.codec(side)
+        got_codes, got_params = layout.parts(got, side)
+        codes, params = layout.parts(want, side)
         assert got_params.isfinite().all()
         apart = (got_params.view(torch.int16).int() - params.view(torch.int16).int()).abs()
         assert int(torch.where(got_params == params, 0, apart).max()) <= 1
@@ -304,30 +304,30 @@ def assert_same_records(form: RecordFormat, got: torch.Tensor, want: torch.Tenso
 @pytest.mark.parametrize("head_dim", [1, 24, 33, 64, 80, 97, 128, 256])
 def test_sealing_gives_the_bytes_that_the_formats_define(head_dim: int, name: str, isa: str) -> None:
     case = Case("seal", block_size=32, head_dim=head_dim, v_head_dim=48)
-    form = form_of(name, case)
+    layout = layout_of(name, case)
     for dtype in (torch.float32, torch.bfloat16):
         keys = (torch.randn(4, 3, 2, 32, head_dim) * torch.logspace(-3, 3, 4).view(4, 1, 1, 1, 1)).to(dtype)
         values = (torch.randn(4, 3, 2, 32, 48) + 1).to(dtype)
         keys[0, 0], values[0, 1, 1, 3] = 0.0, 0.0
-        records, want = (torch.full((5, 3, 2, form.nbytes), 0xFF, dtype=torch.uint8) for _ in range(2))
+        records, want = (torch.full((5, 3, 2, layout.nbytes), 0xFF, dtype=torch.uint8) for _ in range(2))
         slots, ids = [2, 0, 1, 3], [4, 1, 0, 2]
-        cpp.encode_blocks(form, records, keys, values, slots, ids)
-        reference.encode_blocks(form, want, keys, values, slots, ids)
+        cpp.encode_blocks(layout, records, keys, values, slots, ids)
+        reference.encode_blocks(layout, want, keys, values, slots, ids)
         assert (records[3] == 0xFF).all()
-        assert_same_records(form, records[ids], want[ids])
+        assert_same_records(layout, records[ids], want[ids])
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("case", FEW[:6], ids=case_id)
 def test_unsealing_is_what_the_formats_decode(case: Case, name: str, isa: str) -> None:
-    form = form_of(name, case)
-    k_dim, v_dim, size = form.head_dim, form.v_head_dim, case.block_size
+    layout = layout_of(name, case)
+    k_dim, v_dim, size = layout.head_dim, layout.v_head_dim, case.block_size
     keys, values = torch.randn(3, 2, 2, size, k_dim), torch.randn(3, 2, 2, size, v_dim)
-    records = torch.full((4, 2, 2, form.nbytes), 0xFF, dtype=torch.uint8)
-    reference.encode_blocks(form, records, keys, values, [0, 1], [3, 1])
+    records = torch.full((4, 2, 2, layout.nbytes), 0xFF, dtype=torch.uint8)
+    reference.encode_blocks(layout, records, keys, values, [0, 1], [3, 1])
     kept = keys[1].clone()
-    cpp.decode_blocks(form, records, keys, values, [2, 0], [3, 1])
-    want_keys, want_values = form.decode(records[[3, 1]])
+    cpp.decode_blocks(layout, records, keys, values, [2, 0], [3, 1])
+    want_keys, want_values = layout.decode(records[[3, 1]])
     assert rms_ratio(keys[[2, 0]], want_keys) < 1e-6
     assert rms_ratio(values[[2, 0]], want_values) < 1e-6
     assert torch.equal(keys[1], kept)
@@ -335,15 +335,15 @@ def test_unsealing_is_what_the_formats_decode(case: Case, name: str, isa: str) -
 
 def test_what_cannot_be_sealed_is_refused() -> None:
     case = Case("seal", block_size=32)
-    form = form_of("int8", case)
-    records = torch.zeros(2, 3, 2, form.nbytes, dtype=torch.uint8)
+    layout = layout_of("int8", case)
+    records = torch.zeros(2, 3, 2, layout.nbytes, dtype=torch.uint8)
     keys, values = torch.zeros(2, 3, 2, 32, 64), torch.zeros(2, 3, 2, 32, 64)
-    cpp.encode_blocks(form, records, keys, values, [], [])
+    cpp.encode_blocks(layout, records, keys, values, [], [])
     for slots, ids in (([0], [2]), ([2], [0]), ([-1], [0]), ([0, 1], [1])):
         with pytest.raises(AssertionError, match=r"outside of|cannot be converted"):
-            cpp.encode_blocks(form, records, keys, values, slots, ids)
+            cpp.encode_blocks(layout, records, keys, values, slots, ids)
     with pytest.raises(AssertionError, match="cannot be converted"):
-        cpp.encode_blocks(form, records[:, :2], keys[:, :2], values[:, :2], [0], [0])
+        cpp.encode_blocks(layout, records[:, :2], keys[:, :2], values[:, :2], [0], [0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -352,18 +352,18 @@ def test_writing_a_prompt(name: str, dtype: torch.dtype) -> None:
     case = Case("write", kv_heads=2, block_size=16, head_dim=64, v_head_dim=80)
     entries = [[dense_entry(0), 4, 7, dense_entry(1)], [dense_entry(2), NULL_BLOCK, 1, 0]]
     blocks, want = (empty_blocks(name, entries=entries, case=case, dtype=dtype) for _ in range(2))
-    form = blocks.form
-    assert form is not None
+    layout = blocks.layout
+    assert layout is not None
     assert blocks.records is not None
     assert want.records is not None
-    end = 53 if form.format.is_per_token else 64
+    end = 53 if layout.format.is_per_token else 64
     keys = torch.randn(2, end, 2, 64).to(dtype).transpose(1, 2)
     values = torch.randn(2, 2, end, 80).to(dtype)
     cpp.write(blocks, keys, values, 0)
     reference.write(want, keys, values, 0)
     for got, expected in ((blocks.keys, want.keys), (blocks.values, want.values)):
         assert torch.equal(got.nan_to_num(nan=-77.0), expected.nan_to_num(nan=-77.0))
-    assert_same_records(form, blocks.records[[4, 7, 1]], want.records[[4, 7, 1]])
+    assert_same_records(layout, blocks.records[[4, 7, 1]], want.records[[4, 7, 1]])
     assert (blocks.records[[2, 3, 5, 6, 8]] == 0xFF).all()
 
 
@@ -453,7 +453,7 @@ def test_gather_gives_what_is_stored_in_the_model_s_dtype(
     name: str, dense: Dense, dtype: torch.dtype, isa: str, threads: None
 ) -> None:
     case = Case("gather", group=1, start=37, end=200, nulls=((1, 1),), head_dim=80, block_size=32)
-    problem = build_quantized(case, form_of(name, case), dtype, dense=dense)
+    problem = build_quantized(case, layout_of(name, case), dtype, dense=dense)
     seen = problem.visible[:, :, 0, :, None]
     for count in (1, 2):
         torch.set_num_threads(count)
@@ -466,7 +466,7 @@ def test_gather_gives_what_is_stored_in_the_model_s_dtype(
 
 
 def test_no_tokens_are_gathered_as_none() -> None:
-    problem = built(Case("none", end=100), form_of("int8", Case("none")))
+    problem = built(Case("none", end=100), layout_of("int8", Case("none")))
     keys, values = cpp.gather(problem.blocks, 50, 50)
     assert keys.shape == values.shape == (2, 2, 0, 64)
     capacity = problem.blocks.table.shape[1] * 64
@@ -479,13 +479,13 @@ def test_no_tokens_are_gathered_as_none() -> None:
 def test_rotation_has_the_bits_of_the_formats(dim: int, isa: str) -> None:
     """A codec whose codes are exact for what is one step: the rotation alone decides."""
     case = Case("rotation", kv_heads=1, batch=1, block_size=16, head_dim=dim)
-    form = form_of("int8", case)
+    layout = layout_of("int8", case)
     x = torch.randn(1, 1, 16, dim)
     blocks = empty_blocks("int8", entries=[[0]], case=case)
     cpp.write(blocks, x, x, 0)
     assert blocks.records is not None
     want = torch.zeros_like(blocks.records[0])
-    form.encode(x[0], x[0], want)
+    layout.encode(x[0], x[0], want)
     assert torch.equal(blocks.records[0], want)
     assert rms_ratio(unrotate(rotate(x)), x) < 1e-6
 
@@ -499,7 +499,7 @@ def test_tables_that_name_what_is_not_there_are_refused() -> None:
             cpp.write(blocks, states, states, 0)
         with pytest.raises(AssertionError, match="outside the pool"):
             cpp.gather(blocks, 0, 64)
-        problem = built(case, form_of("int8", case))
+        problem = built(case, layout_of("int8", case))
         with pytest.raises(AssertionError, match="outside the pool"):
             cpp.decode(blocks, problem.attention)
 
@@ -518,7 +518,7 @@ def test_unsupported_records_are_named() -> None:
 
 def test_layers_without_dense_slots_have_empty_pools() -> None:
     case = Case("pure", group=3, end=100)
-    problem = build_quantized(case, form_of("int8", case), dense="none")
+    problem = build_quantized(case, layout_of("int8", case), dense="none")
     blocks = problem.blocks
     empty = replace(
         blocks, keys=blocks.keys.new_empty(0, 2, 64, 64), values=blocks.values.new_empty(0, 2, 64, 64)
@@ -528,7 +528,7 @@ def test_layers_without_dense_slots_have_empty_pools() -> None:
 
 def test_scratch_does_not_grow_from_step_to_step() -> None:
     case = Case("scratch", end=130, group=3)
-    problem = built(case, form_of("int4", case))
+    problem = built(case, layout_of("int4", case))
     cpp.decode(problem.blocks, problem.attention)
     held = cpp.scratch_bytes()
     for end in range(120, 130):

@@ -52,7 +52,9 @@ def test_every_struct_of_the_header_is_known() -> None:
 
 
 def test_codecs_have_the_numbers_of_the_header() -> None:
-    codecs = {codec for form in FORMATS.values() for codec in (form.keys, form.values)}
+    codecs = {
+        codec for layer_format in FORMATS.values() for codec in (layer_format.keys, layer_format.values)
+    }
     numbers = {type(codec).__name__: codec.kernel_id for codec in codecs}
     assert {"NoCodec": 0, **numbers} == numbers_of_header("Codec")
 

@@ -15,7 +15,7 @@ from hf_paged_cache.formats import RecordFormat
 from hf_paged_cache.kernels.call import Attention, LayerBlocks, dense_entry
 from hf_paged_cache.kernels.torch import torch_kernels
 from tests.kernels.cases import Case, rms_ratio
-from tests.kernels.quantized import FORMAT_NAMES, form_of
+from tests.kernels.quantized import FORMAT_NAMES, layout_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,29 +50,31 @@ def device_of(backend: ModuleType) -> str:
     return "cuda" if backend.__name__.endswith("triton") and torch.cuda.is_available() else "cpu"
 
 
-def empty_blocks(form: RecordFormat | None, device: str) -> LayerBlocks:
+def empty_blocks(layout: RecordFormat | None, device: str) -> LayerBlocks:
     """Blocks without content under the table; without records under one of as many other ids."""
     keys, values = (torch.full((16, HEADS, SIZE, DIM), torch.nan, device=device) for _ in range(2))
     table = torch.tensor(TABLE, dtype=torch.int32)
     records = None
-    if form is None:
+    if layout is None:
         table = torch.where(table < 0, table + 16, table)  # to ids that are not among the others
     else:
-        records = torch.full((9, HEADS, form.nbytes), 0xFF, dtype=torch.uint8, device=device)
-    return LayerBlocks(keys, values, table.to(device), None, records, form, DENSE_COLUMNS if form else None)
+        records = torch.full((9, HEADS, layout.nbytes), 0xFF, dtype=torch.uint8, device=device)
+    return LayerBlocks(
+        keys, values, table.to(device), None, records, layout, DENSE_COLUMNS if layout else None
+    )
 
 
 def alone(blocks: LayerBlocks, row: int) -> LayerBlocks:
     """The same pools under one row's table."""
     columns = None if blocks.dense_columns is None else blocks.dense_columns[row : row + 1]
     table = blocks.table[row : row + 1]
-    return LayerBlocks(blocks.keys, blocks.values, table, None, blocks.records, blocks.form, columns)
+    return LayerBlocks(blocks.keys, blocks.values, table, None, blocks.records, blocks.layout, columns)
 
 
-def both(form: RecordFormat | None, backend: ModuleType) -> tuple[LayerBlocks, LayerBlocks]:
+def both(layout: RecordFormat | None, backend: ModuleType) -> tuple[LayerBlocks, LayerBlocks]:
     """Blocks for the batch, and others for each of its rows alone."""
     device = device_of(backend)
-    padded, single = empty_blocks(form, device), empty_blocks(form, device)
+    padded, single = empty_blocks(layout, device), empty_blocks(layout, device)
     padded.offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
     return padded, single
 
@@ -86,8 +88,8 @@ def states(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def form_named(name: str) -> RecordFormat | None:
-    return None if name == "auto" else form_of(name, Case("offsets", head_dim=DIM, block_size=SIZE))
+def layout_named(name: str) -> RecordFormat | None:
+    return None if name == "auto" else layout_of(name, Case("offsets", head_dim=DIM, block_size=SIZE))
 
 
 @pytest.mark.parametrize(
@@ -100,11 +102,11 @@ def form_named(name: str) -> RecordFormat | None:
 )
 def test_a_row_is_stored_and_read_as_the_same_row_alone(backend_name: str, name: str) -> None:
     backend = module_of(backend_name)
-    form, device = form_named(name), device_of(backend)
-    padded, single = both(form, backend)
+    layout, device = layout_named(name), device_of(backend)
+    padded, single = both(layout, backend)
     keys, values = states(device)
     edges = [0, PROMPT, *range(PROMPT + 1, PROMPT + STEPS + 1)]
-    if form is None or form.format.is_per_token:
+    if layout is None or layout.format.is_per_token:
         edges[1:1] = [30, 50]
     for start, end in itertools.pairwise(edges):
         backend.write(padded, keys[:, :, start:end], values[:, :, start:end], start)
@@ -118,7 +120,7 @@ def test_a_row_is_stored_and_read_as_the_same_row_alone(backend_name: str, name:
         assert torch.equal(padded.records, single.records)
 
     gather = getattr(backend, "gather", torch_kernels.gather)
-    if form is None:
+    if layout is None:
         gather = torch_kernels.gather
     end = PROMPT + STEPS
     for start in (0, 37):
@@ -147,7 +149,7 @@ def test_a_row_is_stored_and_read_as_the_same_row_alone(backend_name: str, name:
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_what_has_no_scale_is_refused_from_where_a_row_begins(name: str, backend_name: str) -> None:
     backend = module_of(backend_name)
-    padded, _ = both(form_named(name), backend)
+    padded, _ = both(layout_named(name), backend)
     keys, values = (x[:, :, :PROMPT].clone() for x in states(device_of(backend)))
     values[1, 0, OFFSETS[1], 3] = torch.inf
     with pytest.raises(UnstorableValueError, match=r"^V has a NaN"):

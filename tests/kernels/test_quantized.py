@@ -12,7 +12,7 @@ from hf_paged_cache.kernels import reference
 from hf_paged_cache.kernels.call import NULL_BLOCK, LayerBlocks, dense_entry
 from hf_paged_cache.kernels.torch import torch_kernels
 from tests.kernels.cases import CASES, Case, assert_answers, case_id, rms_ratio
-from tests.kernels.quantized import FORMAT_NAMES, Dense, build_quantized, form_of
+from tests.kernels.quantized import FORMAT_NAMES, Dense, build_quantized, layout_of
 
 BACKENDS = (reference, torch_kernels)
 FEW = tuple(
@@ -45,7 +45,7 @@ def backend_id(backend: ModuleType) -> str:
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_torch_reads_what_the_records_say(case: Case, name: str) -> None:
     for dense in ("none", "edges"):
-        problem = build_quantized(case, form_of(name, case), dense=dense)
+        problem = build_quantized(case, layout_of(name, case), dense=dense)
         got, lse = torch_kernels.decode(problem.blocks, problem.attention, return_lse=True)
         assert_answers(problem, got, lse)
 
@@ -53,7 +53,7 @@ def test_torch_reads_what_the_records_say(case: Case, name: str) -> None:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("case", FEW, ids=case_id)
 def test_the_reference_reads_what_the_records_say(case: Case, name: str) -> None:
-    problem = build_quantized(case, form_of(name, case))
+    problem = build_quantized(case, layout_of(name, case))
     got, lse = reference.decode(problem.blocks, problem.attention, return_lse=True)
     assert_answers(problem, got, lse)
 
@@ -62,7 +62,7 @@ def test_the_reference_reads_what_the_records_say(case: Case, name: str) -> None
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     case = Case("half", group=3, q_tokens=2, causal=True, end=150)
-    problem = build_quantized(case, form_of(name, case), dtype)
+    problem = build_quantized(case, layout_of(name, case), dtype)
     assert_answers(problem, torch_kernels.decode(problem.blocks, problem.attention)[0])
 
 
@@ -73,7 +73,7 @@ def test_gather_gives_what_is_stored_in_the_model_s_dtype(
     backend: ModuleType, name: str, dense: Dense
 ) -> None:
     case = Case("gather", group=1, start=37, end=200, nulls=((1, 1),), head_dim=80, block_size=32)
-    problem = build_quantized(case, form_of(name, case), torch.bfloat16, dense=dense)
+    problem = build_quantized(case, layout_of(name, case), torch.bfloat16, dense=dense)
     keys, values = backend.gather(problem.blocks, case.start, case.end)
     seen = problem.visible[:, :, 0, :, None]
     assert keys.dtype == values.dtype == torch.bfloat16
@@ -83,11 +83,11 @@ def test_gather_gives_what_is_stored_in_the_model_s_dtype(
 
 def empty_blocks(name: str, *, entries: list[list[int]], case: Case) -> LayerBlocks:
     """Records and slots without content, under the given table."""
-    form = form_of(name, case)
+    layout = layout_of(name, case)
     shape = (3, case.kv_heads, case.block_size, case.head_dim)
     keys, values = (torch.full(shape, torch.nan) for _ in range(2))
-    records = torch.full((9, case.kv_heads, form.nbytes), 0xFF, dtype=torch.uint8)
-    return LayerBlocks(keys, values, torch.tensor(entries, dtype=torch.int32), None, records, form)
+    records = torch.full((9, case.kv_heads, layout.nbytes), 0xFF, dtype=torch.uint8)
+    return LayerBlocks(keys, values, torch.tensor(entries, dtype=torch.int32), None, records, layout)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
@@ -96,7 +96,7 @@ def test_writing_a_prompt(backend: ModuleType, name: str) -> None:
     case = Case("write", kv_heads=2, block_size=16, head_dim=64)
     entries = [[dense_entry(0), 4, 7, dense_entry(1)], [dense_entry(2), NULL_BLOCK, 1, 0]]
     blocks = empty_blocks(name, entries=entries, case=case)
-    end = 53 if blocks.form.format.is_per_token else 64
+    end = 53 if blocks.layout.format.is_per_token else 64
     keys, values = torch.randn(2, 2, end, 64), torch.randn(2, 2, end, 64)
     backend.write(blocks, keys, values, 0)
     got_keys, got_values = backend.gather(blocks, 0, end)
@@ -123,15 +123,15 @@ def test_writing_token_by_token_gives_the_same_bytes(backend: ModuleType, name: 
 @pytest.mark.parametrize("backend", BACKENDS, ids=backend_id)
 def test_sealing_and_back(backend: ModuleType, name: str) -> None:
     case = Case("seal", block_size=16, head_dim=64)
-    form = form_of(name, case)
-    records = torch.full((5, 3, 2, form.nbytes), 0xFF, dtype=torch.uint8)
+    layout = layout_of(name, case)
+    records = torch.full((5, 3, 2, layout.nbytes), 0xFF, dtype=torch.uint8)
     keys, values = torch.randn(4, 3, 2, 16, 64), torch.randn(4, 3, 2, 16, 64)
     before = keys.clone()
-    backend.encode_blocks(form, records, keys, values, [2, 0], [4, 1])
+    backend.encode_blocks(layout, records, keys, values, [2, 0], [4, 1])
     assert torch.equal(keys, before)
     assert (records[[0, 2, 3]] == 0xFF).all()
-    wanted, _ = form.decode(records[[4, 1]])
-    backend.decode_blocks(form, records, keys, values, [1, 3], [4, 1])
+    wanted, _ = layout.decode(records[[4, 1]])
+    backend.decode_blocks(layout, records, keys, values, [1, 3], [4, 1])
     assert torch.equal(keys[[1, 3]], wanted)
     assert torch.equal(keys[[0, 2]], before[[0, 2]])
     assert 0 < rms_ratio(keys[[1, 3]], before[[2, 0]]) < 0.2

@@ -18,7 +18,7 @@ from hf_paged_cache.formats.record import KVFormat, Side
 from hf_paged_cache.kernels import reference, triton
 from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks, RowLengths, dense_entry
 from tests.kernels.cases import CASES, Case, Problem, assert_answers, rms_ratio, smaller
-from tests.kernels.quantized import FORMAT_NAMES, TOLERANCE, Dense, build_quantized, form_of
+from tests.kernels.quantized import FORMAT_NAMES, TOLERANCE, Dense, build_quantized, layout_of
 from tests.support.tails import few
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ from hf_paged_cache.kernels.triton import launch
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PER_TOKEN = tuple(name for name, form in FORMATS.items() if form.is_per_token)
+PER_TOKEN = tuple(name for name, layer_format in FORMATS.items() if layer_format.is_per_token)
 
 HALF_LSE_TOLERANCE = 2e-3
 """Absolute, in nats: scores of queries and keys around 4, with 12 bits each."""
@@ -65,7 +65,7 @@ def on_device(problem: Problem) -> Problem:
         sinks=None if a.sinks is None else a.sinks.to(DEVICE),
     )
     placed = LayerBlocks(
-        *(b.keys.to(DEVICE), b.values.to(DEVICE), b.table.to(DEVICE), None, b.records.to(DEVICE), b.form),
+        *(b.keys.to(DEVICE), b.values.to(DEVICE), b.table.to(DEVICE), None, b.records.to(DEVICE), b.layout),
         offsets=None if b.offsets is None else b.offsets.to(DEVICE),
     )
     return replace(problem, blocks=placed, attention=moved)
@@ -87,14 +87,14 @@ def check(problem: Problem) -> None:
 def test_decode_reads_what_the_records_say(number: int, name: str) -> None:
     case = SMALLER_CASES[number]
     dense: Dense = ("none", "edges")[(number + FORMAT_NAMES.index(name)) % 2]  # type: ignore[assignment]
-    check(build_quantized(case, form_of(name, case), dense=dense))
+    check(build_quantized(case, layout_of(name, case), dense=dense))
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize(("head_dim", "block_size"), SHAPES, ids=str)
 def test_decode_of_every_head_dim(head_dim: int, block_size: int, name: str) -> None:
     case = Case("shape", kv_heads=1, group=3, head_dim=head_dim, block_size=block_size, end=70)
-    check(build_quantized(case, form_of(name, case), dense="none"))
+    check(build_quantized(case, layout_of(name, case), dense="none"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -102,7 +102,7 @@ def test_decode_of_every_head_dim(head_dim: int, block_size: int, name: str) -> 
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     case = Case("half", batch=1, kv_heads=1, group=3, q_tokens=2, causal=True, end=150, head_dim=80)
     for dense in ("none", "edges"):
-        check(build_quantized(case, form_of(name, case), dtype, dense=dense))
+        check(build_quantized(case, layout_of(name, case), dtype, dense=dense))
 
 
 @pytest.mark.parametrize("dense", ["none", "edges"])
@@ -110,19 +110,19 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 def test_decode_in_three_splits_is_the_same(name: str, dense: Dense, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose_splits", lambda *_: 3)
     case = Case("splits", batch=1, kv_heads=1, group=3, end=600, head_dim=80, sinks=True, softcap=3.0)
-    check(build_quantized(case, form_of(name, case), dense=dense))
+    check(build_quantized(case, layout_of(name, case), dense=dense))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_several_tiles_of_queries(name: str) -> None:
     case = Case("queries", batch=1, kv_heads=1, group=2, q_tokens=40, causal=True, end=130, window=70)
-    check(build_quantized(case, form_of(name, case)))
+    check(build_quantized(case, layout_of(name, case)))
 
 
 @pytest.mark.parametrize("name", ["k8v4", "int4"])
 def test_history_of_a_prefill(name: str) -> None:
     case = Case("history", kv_heads=1, group=2, q_tokens=20, queries_are_last=False, end=100, block_size=32)
-    problem = build_quantized(case, form_of(name, case))
+    problem = build_quantized(case, layout_of(name, case))
     placed = on_device(problem)
     part = triton.attend_history(placed.blocks, placed.attention, None, None)
     assert_answers(problem, part.tokens_first(torch.float32).cpu(), tolerance=TOLERANCE[torch.float32])
@@ -130,16 +130,16 @@ def test_history_of_a_prefill(name: str) -> None:
 
 def test_pairs_of_codecs_without_a_name_of_their_own() -> None:
     case = Case("pair", kv_heads=1, head_dim=64, v_head_dim=96, end=70)
-    form = with_keys_in_int8(FORMATS["int4_group"]).bind(64, 64, 96)
-    assert form.format.name == "int4_group+k8"
-    check(build_quantized(case, form, dense="edges"))
+    layout = with_keys_in_int8(FORMATS["int4_group"]).bind(64, 64, 96)
+    assert layout.format.name == "int4_group+k8"
+    check(build_quantized(case, layout, dense="edges"))
 
 
 @pytest.mark.parametrize("start", few([0, 20, 48, 64], {"0", "48"}))
 def test_dense_columns_may_be_known_unknown_all_or_none(start: int) -> None:
     """Blocks of 16: 0 and 6 are dense. From 20 on the first is out of reach, from 96 on all are dense."""
     case = Case("dense", kv_heads=1, group=2, block_size=16, end=100, start=start)
-    problem = build_quantized(case, form_of("int4", case))
+    problem = build_quantized(case, layout_of("int4", case))
     check(problem)
     placed = on_device(problem)
     placed.blocks.dense_columns = ((0, 6),)
@@ -151,7 +151,7 @@ def test_dense_columns_may_be_known_unknown_all_or_none(start: int) -> None:
 @pytest.mark.parametrize(("start", "end"), [(0, 16), (100, 110), (0, 32)])
 def test_what_is_all_dense_is_attended_as_dense_blocks_are(start: int, end: int) -> None:
     case = Case("edge", kv_heads=1, group=2, block_size=16, start=start, end=end, sinks=True)
-    problem = build_quantized(case, form_of("int4", case))
+    problem = build_quantized(case, layout_of("int4", case))
     assert (problem.blocks.table[:, start // 16 : -(-end // 16)] < NULL_BLOCK).all()
     check(problem)
 
@@ -162,37 +162,37 @@ def noting_nothing() -> Iterator[None]:
 
 
 def empty_blocks(
-    form: RecordFormat, entries: list[list[int]], kv_heads: int = 2, dtype: torch.dtype = torch.float32
+    layout: RecordFormat, entries: list[list[int]], kv_heads: int = 2, dtype: torch.dtype = torch.float32
 ) -> LayerBlocks:
     """Records and slots without content, under the given table."""
-    keys = torch.full((3, kv_heads, form.block_size, form.head_dim), torch.nan, dtype=dtype)
-    values = torch.full((3, kv_heads, form.block_size, form.v_head_dim), torch.nan, dtype=dtype)
-    stored = torch.full((9, kv_heads, form.nbytes), 0xFF, dtype=torch.uint8)
+    keys = torch.full((3, kv_heads, layout.block_size, layout.head_dim), torch.nan, dtype=dtype)
+    values = torch.full((3, kv_heads, layout.block_size, layout.v_head_dim), torch.nan, dtype=dtype)
+    stored = torch.full((9, kv_heads, layout.nbytes), 0xFF, dtype=torch.uint8)
     table = torch.tensor(entries, dtype=torch.int32)
     if not any(entry < NULL_BLOCK for row in entries for entry in row):
         keys, values = keys[:0], values[:0]
-    return LayerBlocks(keys.to(DEVICE), values.to(DEVICE), table.to(DEVICE), None, stored.to(DEVICE), form)
+    return LayerBlocks(keys.to(DEVICE), values.to(DEVICE), table.to(DEVICE), None, stored.to(DEVICE), layout)
 
 
-def unpacked(form: RecordFormat, stored: torch.Tensor, side: Side) -> torch.Tensor:
+def unpacked(layout: RecordFormat, stored: torch.Tensor, side: Side) -> torch.Tensor:
     """Codes as numbers that are near where values are: int8 and e4m3 with their sign."""
-    codes, _ = form.parts(stored, side)
-    name = form.codec(side).name
-    if form.codec(side).bits == 4:
+    codes, _ = layout.parts(stored, side)
+    name = layout.codec(side).name
+    if layout.codec(side).bits == 4:
         return torch.stack((codes & 15, codes >> 4)).int()
     if name == "int8_token":
         return codes.view(torch.int8).int()
     return torch.where(codes >= 128, 128 - codes.int(), codes.int()) if name == "fp8_token" else codes.int()
 
 
-def assert_same_records(form: RecordFormat, got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_same_records(layout: RecordFormat, got: torch.Tensor, want: torch.Tensor) -> None:
     """Parameters at most one float16 apart; codes at most 1, in at most one place of a thousand."""
     sides: tuple[Side, Side] = ("keys", "values")
     for side in sides:
-        (_, params), (_, want_params) = form.parts(got.cpu(), side), form.parts(want, side)
+        (_, params), (_, want_params) = layout.parts(got.cpu(), side), layout.parts(want, side)
         apart = (params.view(torch.int16).int() - want_params.view(torch.int16).int()).abs()
         assert apart.max() <= 1, f"parameters of {side} are {int(apart.max())} float16 apart"
-        differs = (unpacked(form, got.cpu(), side) - unpacked(form, want, side)).abs()
+        differs = (unpacked(layout, got.cpu(), side) - unpacked(layout, want, side)).abs()
         assert differs.max() <= 1, f"codes of {side} differ by {int(differs.max())}"
         assert (differs > 0).float().mean() <= 1e-3, f"codes of {side} differ often"
 
@@ -201,17 +201,17 @@ def assert_same_records(form: RecordFormat, got: torch.Tensor, want: torch.Tenso
 @pytest.mark.parametrize("head_dim", [64, 80, 97, 128, 256])
 def test_write_gives_the_bytes_of_the_reference(head_dim: int, name: str) -> None:
     case = Case("write", head_dim=head_dim, v_head_dim=64 if head_dim == 256 else None, block_size=16)
-    form = form_of(name, case)
+    layout = layout_of(name, case)
     entries = [[dense_entry(0), 4], [dense_entry(1), 7], [NULL_BLOCK, 1]]
-    mine, theirs = empty_blocks(form, entries), replace_on_cpu(empty_blocks(form, entries))
-    tokens = 12 if form.format.is_per_token else 22  # from the tenth on; all of the second block
+    mine, theirs = empty_blocks(layout, entries), replace_on_cpu(empty_blocks(layout, entries))
+    tokens = 12 if layout.format.is_per_token else 22  # from the tenth on; all of the second block
     keys = torch.randn(3, tokens, 2, head_dim).transpose(1, 2) * 3 + 1
-    values = torch.randn(3, 2, tokens, form.v_head_dim)
+    values = torch.randn(3, 2, tokens, layout.v_head_dim)
     triton.write(mine, keys.to(DEVICE), values.to(DEVICE), 10)
     reference.write(theirs, keys, values, 10)
     assert mine.records is not None
     assert theirs.records is not None
-    assert_same_records(form, mine.records, theirs.records)
+    assert_same_records(layout, mine.records, theirs.records)
     for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
         assert torch.equal(a.cpu().nan_to_num(7.0), b.nan_to_num(7.0))
 
@@ -219,13 +219,15 @@ def test_write_gives_the_bytes_of_the_reference(head_dim: int, name: str) -> Non
 def replace_on_cpu(blocks: LayerBlocks) -> LayerBlocks:
     assert blocks.records is not None
     stored = blocks.records.cpu()
-    return LayerBlocks(blocks.keys.cpu(), blocks.values.cpu(), blocks.table.cpu(), None, stored, blocks.form)
+    return LayerBlocks(
+        blocks.keys.cpu(), blocks.values.cpu(), blocks.table.cpu(), None, stored, blocks.layout
+    )
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_writing_token_by_token_gives_the_same_bytes(name: str) -> None:
-    form = form_of(name, Case("write", block_size=16))
-    one, many = (empty_blocks(form, [[4, 7]]) for _ in range(2))
+    layout = layout_of(name, Case("write", block_size=16))
+    one, many = (empty_blocks(layout, [[4, 7]]) for _ in range(2))
     keys, values = torch.randn(1, 2, 8, 64).to(DEVICE), torch.randn(1, 2, 8, 64).to(DEVICE)
     triton.write(many, keys, values, 12)
     for first, last in ((0, 3), (3, 4), (4, 7), (7, 8)):
@@ -238,38 +240,38 @@ def test_writing_token_by_token_gives_the_same_bytes(name: str) -> None:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (80, 32), (256, 16)], ids=str)
 def test_sealing_and_back(head_dim: int, block_size: int, name: str) -> None:
-    form = form_of(name, Case("seal", head_dim=head_dim, block_size=block_size))
-    stored = torch.full((5, 2, 2, form.nbytes), 0xFF, dtype=torch.uint8)
+    layout = layout_of(name, Case("seal", head_dim=head_dim, block_size=block_size))
+    stored = torch.full((5, 2, 2, layout.nbytes), 0xFF, dtype=torch.uint8)
     keys, values = (torch.randn(4, 2, 2, block_size, head_dim).bfloat16() for _ in range(2))
     want = stored.clone()
-    reference.encode_blocks(form, want, keys, values, [2, 0], [4, 1])
+    reference.encode_blocks(layout, want, keys, values, [2, 0], [4, 1])
     placed, slots = stored.to(DEVICE), [keys.to(DEVICE), values.to(DEVICE)]
-    triton.encode_blocks(form, placed, slots[0], slots[1], [2, 0], [4, 1])
+    triton.encode_blocks(layout, placed, slots[0], slots[1], [2, 0], [4, 1])
     assert torch.equal(slots[0].cpu(), keys)
     assert (placed.cpu()[[0, 2, 3]] == 0xFF).all()
-    assert_same_records(form, placed[[1, 4]], want[[1, 4]])
-    triton.decode_blocks(form, placed, slots[0], slots[1], [1, 3], [4, 1])
+    assert_same_records(layout, placed[[1, 4]], want[[1, 4]])
+    triton.decode_blocks(layout, placed, slots[0], slots[1], [1, 3], [4, 1])
     assert 0 < rms_ratio(slots[0].cpu()[[1, 3]], keys[[2, 0]]) < 0.2
-    triton.encode_blocks(form, placed, slots[0], slots[1], [], [])
+    triton.encode_blocks(layout, placed, slots[0], slots[1], [], [])
 
 
 @pytest.mark.parametrize(
     ("name", "bad"), [*((name, torch.nan) for name in FORMAT_NAMES), ("int8", -torch.inf), ("fp8", 1e5)]
 )
 def test_what_has_no_scale_is_flagged_and_becomes_zeros(name: str, bad: float) -> None:
-    form = form_of(name, Case("write", block_size=16))
+    layout = layout_of(name, Case("write", block_size=16))
     keys, values = torch.randn(1, 2, 20, 64), torch.randn(1, 2, 20, 64)
     values[0, 1, 18, 5] = bad
-    blocks = empty_blocks(form, [[dense_entry(0), 7]])
+    blocks = empty_blocks(layout, [[dense_entry(0), 7]])
     blocks.fault = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     triton.write(blocks, keys.to(DEVICE), values.to(DEVICE), 12)
     assert blocks.fault.tolist() == [0, 1]
     assert blocks.records is not None
-    got_keys, got = form.decode(blocks.records[7].cpu())
+    got_keys, got = layout.decode(blocks.records[7].cpu())
     assert got.isfinite().all()
     assert got_keys.isfinite().all()
     zero = got[1, 14].abs().max()
-    assert zero == 0 if form.codec("values").is_per_token else zero < 0.02  # half a scale
+    assert zero == 0 if layout.codec("values").is_per_token else zero < 0.02  # half a scale
     blocks.fault.zero_()
     keys[0, 1, 3, 0] = bad  # in a slot
     triton.write(blocks, keys[:, :, :4].to(DEVICE), values[:, :, :4].to(DEVICE), 12)
@@ -278,8 +280,8 @@ def test_what_has_no_scale_is_flagged_and_becomes_zeros(name: str, bad: float) -
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_without_a_flag_what_has_no_scale_is_refused_and_nothing_written(name: str) -> None:
-    form = form_of(name, Case("write", block_size=16))
-    blocks = empty_blocks(form, [[dense_entry(0), 7], [dense_entry(1), 1]])
+    layout = layout_of(name, Case("write", block_size=16))
+    blocks = empty_blocks(layout, [[dense_entry(0), 7], [dense_entry(1), 1]])
     keys, values = torch.randn(2, 2, 32, 64), torch.randn(2, 2, 32, 64)
     keys[1, 1, 30, 5] = torch.inf
     with pytest.raises(UnstorableValueError, match=r"^K has a NaN"):
@@ -293,23 +295,23 @@ def test_without_a_flag_what_has_no_scale_is_refused_and_nothing_written(name: s
 @pytest.mark.parametrize("name", few(FORMAT_NAMES, ONE_OF_EACH_KIND))
 def test_the_largest_values_stay_finite(name: str, dtype: torch.dtype) -> None:
     case = Case("large", batch=1, kv_heads=1, block_size=16, end=32)
-    form = form_of(name, case)
-    blocks = empty_blocks(form, [[3, 5]], kv_heads=1, dtype=dtype)
+    layout = layout_of(name, case)
+    blocks = empty_blocks(layout, [[3, 5]], kv_heads=1, dtype=dtype)
     if not len(blocks.keys):
         blocks.keys = blocks.values = torch.zeros(0, 1, 16, 64, dtype=dtype, device=DEVICE)
     signs = 1.0 - 2.0 * (torch.randn(1, 1, 32, 64) > 0)
     largest = (signs * 65280.0).to(dtype).to(DEVICE)  # the same in both dtypes
     triton.write(blocks, largest, largest, 0)
     query = torch.randn(1, 2, 1, 64).to(dtype).to(DEVICE) / 65536
-    a = replace(build_quantized(case, form).attention, query=query)
+    a = replace(build_quantized(case, layout).attention, query=query)
     out = triton.decode(blocks, a)[0]
     want = reference.decode(replace_on_cpu(blocks), replace(a, query=query.cpu()))[0]
     assert rms_ratio(out.cpu(), want.double()) <= 4 * TOLERANCE[dtype]
 
 
 def test_a_block_that_is_not_full_has_no_record_in_a_format_of_blocks() -> None:
-    form = form_of("int4", Case("write", block_size=16))
-    blocks = empty_blocks(form, [[dense_entry(0), 7]])
+    layout = layout_of("int4", Case("write", block_size=16))
+    blocks = empty_blocks(layout, [[dense_entry(0), 7]])
     states = torch.zeros(1, 2, 20, 64, device=DEVICE)
     with pytest.raises(AssertionError, match=r"full blocks, got some tokens of columns \[1\]"):
         triton.write(blocks, states, states, 0)
@@ -346,8 +348,8 @@ def test_a_step_over_records_alone_launches_write_attend_and_where_rows_are_spli
     name: str, splits: int, merges: int, launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
-    form = form_of(name, Case("step", block_size=16))
-    blocks = empty_blocks(form, [[4, 7], [2, 1]])
+    layout = layout_of(name, Case("step", block_size=16))
+    blocks = empty_blocks(layout, [[4, 7], [2, 1]])
     step(blocks, 31)
     assert [len(kernel.grids) for kernel in launches.values()] == [1, 0, 1, merges]
 
@@ -357,17 +359,17 @@ def test_a_step_with_dense_blocks_launches_attention_for_each_kind_and_a_merge(
     splits: int, launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
-    form = form_of("int4", Case("step", block_size=16))
-    blocks = empty_blocks(form, [[dense_entry(0), 7, dense_entry(1)], [dense_entry(2), 1, dense_entry(2)]])
+    layout = layout_of("int4", Case("step", block_size=16))
+    blocks = empty_blocks(layout, [[dense_entry(0), 7, dense_entry(1)], [dense_entry(2), 1, dense_entry(2)]])
     step(blocks, 40)
     assert [len(kernel.grids) for kernel in launches.values()] == [1, 0, 2, 1]
 
 
 def test_sealing_launches_once_for_all_layers(launches: dict[str, Launches]) -> None:
-    form = form_of("int4", Case("seal", block_size=16))
-    stored = torch.zeros(5, 3, 2, form.nbytes, dtype=torch.uint8, device=DEVICE)
+    layout = layout_of("int4", Case("seal", block_size=16))
+    stored = torch.zeros(5, 3, 2, layout.nbytes, dtype=torch.uint8, device=DEVICE)
     pool = torch.zeros(4, 3, 2, 16, 64, device=DEVICE)
-    triton.encode_blocks(form, stored, pool, pool, [2, 0], [4, 1])
+    triton.encode_blocks(layout, stored, pool, pool, [2, 0], [4, 1])
     assert launches["encode_kernel"].grids == [(2, 6, 1)]
 
 
@@ -408,10 +410,10 @@ def refuses_to_wait() -> Iterator[None]:
 def test_a_step_does_not_wait_for_the_device(name: str, request: pytest.FixtureRequest) -> None:
     if DEVICE == "cpu":  # the interpreter itself reads what tensors hold
         request.getfixturevalue("launches")
-    form = form_of(name, Case("step", block_size=16))
-    dense = not form.format.is_per_token
+    layout = layout_of(name, Case("step", block_size=16))
+    dense = not layout.format.is_per_token
     entries = [[dense_entry(0), 7, dense_entry(1)]] if dense else [[4, 7, 2]]
-    blocks = empty_blocks(form, entries)
+    blocks = empty_blocks(layout, entries)
     blocks.dense_columns = ((0, 2),) if dense else ()
     blocks.fault = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     blocks.lengths = RowLengths(41, torch.full((1,), 41, dtype=torch.int32, device=DEVICE))
@@ -422,7 +424,7 @@ def test_a_step_does_not_wait_for_the_device(name: str, request: pytest.FixtureR
 
 def test_formats_that_have_no_kernel_are_refused_and_all_others_accepted() -> None:
     for name in FORMAT_NAMES:
-        assert triton.unsupported_reason(empty_blocks(form_of(name, Case("ok")), [[1]])) is None
+        assert triton.unsupported_reason(empty_blocks(layout_of(name, Case("ok")), [[1]])) is None
     odd = KVFormat("odd", Int4Token(), Int4Token()).bind(64, 64, 64)
     assert "no K in int4_token" in str(triton.unsupported_reason(empty_blocks(odd, [[1]])))
 
@@ -431,15 +433,15 @@ def test_records_beyond_two_to_the_31_bytes_are_reached() -> None:
     if DEVICE == "cuda":
         pytest.skip("memory that is never touched is free only on a CPU")
     case = Case("far", batch=1, kv_heads=1, head_dim=128, end=65)
-    problem = build_quantized(case, form_of("int8", case))
-    near, form = problem.blocks, problem.blocks.form
-    assert form is not None
+    problem = build_quantized(case, layout_of("int8", case))
+    near, layout = problem.blocks, problem.blocks.layout
+    assert layout is not None
     assert near.records is not None
-    far = torch.empty((1 << 31) // form.nbytes + 8, 1, form.nbytes, dtype=torch.uint8)
+    far = torch.empty((1 << 31) // layout.nbytes + 8, 1, layout.nbytes, dtype=torch.uint8)
     table = torch.tensor([[len(far) - 1, len(far) - 3]], dtype=torch.int32)
     far[table[0].long()] = near.records[near.table[0, :2].long()]
-    placed = LayerBlocks(near.keys, near.values, table, None, far, form)
+    placed = LayerBlocks(near.keys, near.values, table, None, far, layout)
     check(replace(problem, blocks=placed))
     triton.write(placed, problem.keys, problem.values, 0)
-    codes, _ = form.parts(far[-1], "keys")
+    codes, _ = layout.parts(far[-1], "keys")
     assert codes.any()

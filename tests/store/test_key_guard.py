@@ -81,7 +81,7 @@ def test_the_guard_moves_one_layer_and_says_so_once(
 
 
 def test_a_pool_that_all_layers_have_left_is_given_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.store.key_guard.key_error", lambda form, keys: 9.0)
+    monkeypatch.setattr("hf_paged_cache.store.key_guard.key_error", lambda layer_format, keys: 9.0)
     cache = cache_of(model, "int4", max_tokens=100)
     update_all(cache, *states(70))
     assert set(cache.stats().layer_dtypes.values()) == {"k8v4"}
@@ -95,7 +95,7 @@ def test_a_pool_that_all_layers_have_left_is_given_up(model: Any, monkeypatch: p
 MARK = 0.75
 
 
-def _error_of_marked_keys(form: Any, keys: torch.Tensor) -> float:
+def _error_of_marked_keys(layer_format: Any, keys: torch.Tensor) -> float:
     return 9.0 if bool((keys[..., 0] == MARK).all()) else 0.0
 
 
@@ -132,7 +132,7 @@ def test_a_step_whose_sealing_fails_changes_nothing(model: Any, monkeypatch: pyt
 
 
 def test_a_move_that_fails_is_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.store.key_guard.key_error", lambda form, keys: 9.0)
+    monkeypatch.setattr("hf_paged_cache.store.key_guard.key_error", lambda layer_format, keys: 9.0)
     cache = cache_of(model, "int4")
     keys, values = states(2 * BLOCK)
     update_all(cache, keys, values)

@@ -242,10 +242,12 @@ class DenseModel:
         kept[:left] = [False] * left
 
     def _encode(self, window: int | None, start: int, end: int) -> None:
-        for layer, form in enumerate(self.layout.formats):
+        for layer, layer_format in enumerate(self.layout.formats):
             if self.layout.windows[layer] != window:
                 continue
-            for side, codec in enumerate(() if form is None else (form.keys, form.values)):
+            for side, codec in enumerate(
+                () if layer_format is None else (layer_format.keys, layer_format.values)
+            ):
                 bound = self.layout.error_bound(codec, self.sides[side][layer][:, :, start:end])
                 self._encoded.setdefault((layer, side), []).append((start, bound))
 

@@ -81,18 +81,18 @@ def _mask(count: int, size: int, held: dict[int, int]) -> torch.Tensor:
 
 
 def _poison_records(blocks: LayerBlocks, held: dict[int, int]) -> None:
-    records, form = blocks.records, blocks.form
+    records, layout = blocks.records, blocks.layout
     assert records is not None
-    assert form is not None
+    assert layout is not None
     is_held = _mask(records.shape[0], blocks.block_size, held)
     before = records.clone()
     records.fill_(0xFF)
     for side in ("keys", "values"):
-        codes, params = form.parts(records, side)
-        old_codes, old_params = form.parts(before, side)
+        codes, params = layout.parts(records, side)
+        old_codes, old_params = layout.parts(before, side)
         codes.copy_(torch.where(is_held[:, None, :, None], old_codes, codes))
         kept = is_held[:, 0].reshape(-1, *[1] * (params.dim() - 1))
-        if form.codec(side).is_per_token:
+        if layout.codec(side).is_per_token:
             kept = is_held[:, None, None, :, None]
         bits = params.view(torch.int16)
         bits.copy_(torch.where(kept, old_params.view(torch.int16), bits))
@@ -108,7 +108,7 @@ def _poison_scratch(blocks: LayerBlocks) -> None:
         records=None
         if blocks.records is None
         else blocks.records.new_full((2, *blocks.records.shape[1:]), 255),
-        form=blocks.form,
+        layout=blocks.layout,
     )
     query = blocks.keys.new_full((1, 4 * kind[1], 3, kind[3]), torch.nan)
     dispatch.decode(nothing, Attention(query, 0, 2 * blocks.block_size, 1.0), return_lse=True)

@@ -29,14 +29,14 @@ class SimulatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        form: KVFormat,
+        layer_format: KVFormat,
         block_size: int,
         sink_blocks: int,
         residual_blocks: int,
         padding: Sequence[int],
     ) -> None:
         super().__init__()
-        self.form = form
+        self.layer_format = layer_format
         self.block_size = block_size
         self.sink_blocks = sink_blocks
         self.residual_blocks = residual_blocks
@@ -107,7 +107,7 @@ class SimulatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._encode(row, column * self.block_size, (column + 1) * self.block_size)
 
     def _encode(self, row: int, start: int, end: int) -> None:
-        for codec, x in ((self.form.keys, self.keys), (self.form.values, self.values)):
+        for codec, x in ((self.layer_format.keys, self.keys), (self.layer_format.values, self.values)):
             assert x is not None
             padding = self._padding_of(len(x))[row]
             part = x[row : row + 1, :, padding + start : padding + end]
@@ -116,7 +116,7 @@ class SimulatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 def simulated_cache(
     model: Any,
-    form: KVFormat,
+    layer_format: KVFormat,
     *,
     block_size: int,
     sink_blocks: int,
@@ -130,7 +130,7 @@ def simulated_cache(
     """
     cache = DynamicCache(config=model.config)
     cache.layers = [
-        SimulatedLayer(form, block_size, sink_blocks, residual_blocks, padding)
+        SimulatedLayer(layer_format, block_size, sink_blocks, residual_blocks, padding)
         for _ in range(len(cache.layers))
     ]
     return cache

@@ -270,7 +270,7 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
 
 
 def encode_blocks(
-    form: RecordFormat,
+    layout: RecordFormat,
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -278,11 +278,11 @@ def encode_blocks(
     ids: list[int],
 ) -> None:
     """Seal full blocks, all layers of a pool at once. The pools are contiguous."""
-    _convert(_library().handle.paged_encode_blocks, form, records, keys, values, slots, ids)
+    _convert(_library().handle.paged_encode_blocks, layout, records, keys, values, slots, ids)
 
 
 def decode_blocks(
-    form: RecordFormat,
+    layout: RecordFormat,
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -290,12 +290,12 @@ def decode_blocks(
     ids: list[int],
 ) -> None:
     """The way back, for blocks that are written to again. The pools are contiguous."""
-    _convert(_library().handle.paged_decode_blocks, form, records, keys, values, slots, ids)
+    _convert(_library().handle.paged_decode_blocks, layout, records, keys, values, slots, ids)
 
 
 def _convert(
     function: Callable[..., int],
-    form: RecordFormat,
+    layout: RecordFormat,
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -318,7 +318,7 @@ def _convert(
     one_layer = LayerBlocks(
         *(keys.flatten(1, 2), values.flatten(1, 2), torch.empty((0, 0), dtype=torch.int32)),
         records=records.flatten(1, 2),
-        form=form,
+        layout=layout,
     )
     arrays = (_integers(slots), _integers(ids))
     if status := function(_prepare(one_layer).struct, *arrays, count, torch.get_num_threads()):

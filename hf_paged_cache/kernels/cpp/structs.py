@@ -105,10 +105,10 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
         return (
             f"The C++ kernel takes a contiguous int32 table, not {table.dtype} with strides {table.stride()}."
         )
-    records, form = blocks.records, blocks.form
-    if records is None or form is None:
+    records, layout = blocks.records, blocks.layout
+    if records is None or layout is None:
         return None
-    for codec in (form.format.keys, form.format.values):
+    for codec in (layout.format.keys, layout.format.values):
         if codec.kernel_id == 0:
             return f"The C++ kernel does not know the codec {codec.name!r}."
     if records.dtype != torch.uint8 or records.device.type != "cpu" or records.stride(-1) != 1:
@@ -131,15 +131,15 @@ def blocks_struct(blocks: LayerBlocks) -> bytes:
         offsets.shape != (batch,) or offsets.dtype != torch.int32 or not offsets.is_contiguous()
     ):
         raise AssertionError(f"offsets {tuple(offsets.shape)} {offsets.dtype} are not int32 of {batch} rows")
-    records, form = blocks.records, blocks.form
-    if records is None or form is None:
-        form, of_records = None, Records()
+    records, layout = blocks.records, blocks.layout
+    if records is None or layout is None:
+        layout, of_records = None, Records()
     else:
-        _check_records(records, form, keys, values)
-        of_records = Records(records.data_ptr(), *records.shape[:1], *records.stride()[:2], form.nbytes)
+        _check_records(records, layout, keys, values)
+        of_records = Records(records.data_ptr(), *records.shape[:1], *records.stride()[:2], layout.nbytes)
     packed = Blocks(
-        keys=_side(keys, "keys", form),
-        values=_side(values, "values", form),
+        keys=_side(keys, "keys", layout),
+        values=_side(values, "values", layout),
         table=blocks.table.data_ptr(),
         offsets=0 if offsets is None else offsets.data_ptr(),
         element_type=_ELEMENT_TYPES[keys.dtype],
@@ -154,19 +154,19 @@ def blocks_struct(blocks: LayerBlocks) -> bytes:
 
 
 def _check_records(
-    records: torch.Tensor, form: RecordFormat, keys: torch.Tensor, values: torch.Tensor
+    records: torch.Tensor, layout: RecordFormat, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    shape = (form.block_size, form.head_dim, form.v_head_dim)
-    if shape != (*keys.shape[2:], values.shape[3]) or records.shape[1:] != (keys.shape[1], form.nbytes):
+    shape = (layout.block_size, layout.head_dim, layout.v_head_dim)
+    if shape != (*keys.shape[2:], values.shape[3]) or records.shape[1:] != (keys.shape[1], layout.nbytes):
         raise AssertionError(
-            f"records {tuple(records.shape)} of {form} do not belong to keys {tuple(keys.shape)} and "
+            f"records {tuple(records.shape)} of {layout} do not belong to keys {tuple(keys.shape)} and "
             f"values {tuple(values.shape)}"
         )
 
 
-def _side(pool: torch.Tensor, name: SideName, form: RecordFormat | None) -> Side:
+def _side(pool: torch.Tensor, name: SideName, layout: RecordFormat | None) -> Side:
     strided = (pool.data_ptr(), *pool.stride()[:3])
-    if form is None:
+    if layout is None:
         return Side(strided, pool.shape[3])
-    codec, (codes, params) = form.codec(name), form.offsets(name)
+    codec, (codes, params) = layout.codec(name), layout.offsets(name)
     return Side(strided, pool.shape[3], codec.kernel_id, codes, params, codec.group_size)

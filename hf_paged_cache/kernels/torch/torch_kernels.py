@@ -68,9 +68,9 @@ def _write_records(
     blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int
 ) -> None:
     """Encode the tokens that fall into records, column by column of the table."""
-    records, form, size, end = blocks.records, blocks.form, blocks.block_size, start + key_states.shape[2]
+    records, layout, size, end = blocks.records, blocks.layout, blocks.block_size, start + key_states.shape[2]
     assert records is not None, "only quantized layers come here"
-    assert form is not None, "and their records have a format"
+    assert layout is not None, "and their records have a format"
     for column in range(start // size, -(-end // size)):
         ids = blocks.table[:, column].long()
         rows = (ids > NULL_BLOCK).nonzero()[:, 0]
@@ -79,12 +79,12 @@ def _write_records(
         first, last = max(start, column * size), min(end, (column + 1) * size)
         keys, values = (x[rows, :, first - start : last - start] for x in (key_states, value_states))
         content = records[ids[rows]]
-        if form.format.is_per_token:
-            form.encode_tokens(keys, values, content, first % size)
+        if layout.format.is_per_token:
+            layout.encode_tokens(keys, values, content, first % size)
         else:
             new = last - first
-            assert new == size, f"{form.format.name} encodes full blocks, got {new} tokens of {size}"
-            form.encode(keys, values, content)
+            assert new == size, f"{layout.format.name} encodes full blocks, got {new} tokens of {size}"
+            layout.encode(keys, values, content)
         records[ids[rows]] = content
 
 
@@ -235,8 +235,8 @@ def _entries(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, t
 def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of the tokens, float32 or more if out of records; what is not stored has arbitrary values."""
     entries, indices = _entries(blocks, start, end)
-    if blocks.records is not None and blocks.form is not None:
-        found = _decoded(blocks, blocks.records, blocks.form, entries)
+    if blocks.records is not None and blocks.layout is not None:
+        found = _decoded(blocks, blocks.records, blocks.layout, entries)
     else:
         ids = entries.clamp(min=0).long()
         found = _tiles(blocks.keys, ids), _tiles(blocks.values, ids)
@@ -250,13 +250,13 @@ def _tokens(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
 
 
 def _decoded(
-    blocks: LayerBlocks, records: torch.Tensor, form: RecordFormat, columns: torch.Tensor
+    blocks: LayerBlocks, records: torch.Tensor, layout: RecordFormat, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[batch, kv_heads, columns * block_size, dim]` of `[batch, columns]` blocks; float32 or 64."""
     entries = columns.long()
     dtype = accumulate_dtype(blocks.keys)
     # [batch, columns, kv_heads, block_size, dim]
-    found = [x.to(dtype) for x in form.decode(records[entries.clamp(min=0)])]
+    found = [x.to(dtype) for x in layout.decode(records[entries.clamp(min=0)])]
     dense = entries < NULL_BLOCK
     for x, pool in zip(found, (blocks.keys, blocks.values), strict=True):
         x[dense] = pool[dense_entry(entries[dense])].to(dtype)

@@ -139,15 +139,15 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
         return f"The Triton kernels take blocks of 16, 32, 64, ... tokens, not {keys.shape[2]}."
     if blocks.records is not None and blocks.records.stride(2) != 1:
         return "The Triton kernels take records whose bytes are contiguous."
-    if blocks.form is not None:
-        return _variants().unreadable_reason(blocks.form)  # type: ignore[no-any-return]
+    if blocks.layout is not None:
+        return _variants().unreadable_reason(blocks.layout)  # type: ignore[no-any-return]
     return None
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
     """As `Backend.write`."""
-    if blocks.form is not None:
-        _write_quantized(blocks, blocks.form, key_states, value_states, start)
+    if blocks.layout is not None:
+        _write_quantized(blocks, blocks.layout, key_states, value_states, start)
     else:
         _launch().write(blocks, _lengths(blocks, start + key_states.shape[2]), key_states, value_states)
 
@@ -163,7 +163,7 @@ def decode(
         a,
         _lengths(blocks, a.end + back),
         back=back,
-        dense_columns=_dense_columns(blocks, a.start, a.end) if blocks.form is not None else (),
+        dense_columns=_dense_columns(blocks, a.start, a.end) if blocks.layout is not None else (),
     )
     return out, lse if return_lse else None
 
@@ -207,7 +207,7 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
 
 
 def encode_blocks(
-    form: RecordFormat,
+    layout: RecordFormat,
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -218,31 +218,35 @@ def encode_blocks(
     assert len(slots) == len(ids), f"{len(slots)} blocks to read but {len(ids)} to overwrite"
     if slots:
         on_device = _launch().device_ids([slots, ids], records.device)
-        _launch().seal(form, records, keys, values, on_device[0], on_device[1])
+        _launch().seal(layout, records, keys, values, on_device[0], on_device[1])
 
 
 def _write_quantized(
-    blocks: LayerBlocks, form: RecordFormat, key_states: torch.Tensor, value_states: torch.Tensor, start: int
+    blocks: LayerBlocks,
+    layout: RecordFormat,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    start: int,
 ) -> None:
     """In one launch where the format is per token, else in one for residual and one for whole blocks."""
     if blocks.fault is None:
         check_storable(blocks, key_states, value_states, start)
     end = start + key_states.shape[2]
     dense = _dense_columns(blocks, start, end)
-    if form.format.is_per_token or dense:
+    if layout.format.is_per_token or dense:
         _launch().write(blocks, _lengths(blocks, end), key_states, value_states, dense=bool(dense))
-    if form.format.is_per_token:
+    if layout.format.is_per_token:
         return
     if blocks.offsets is None:
-        whole = set(range(-(-start // form.block_size), end // form.block_size))
+        whole = set(range(-(-start // layout.block_size), end // layout.block_size))
         always = set.intersection(*map(set, dense)) if dense else set()
-        partial = {start // form.block_size, (end - 1) // form.block_size} - whole - always
-        name = form.format.name
+        partial = {start // layout.block_size, (end - 1) // layout.block_size} - whole - always
+        name = layout.format.name
         assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
         if whole <= always:
             return
-    if end - start >= form.block_size:
-        _launch().encode(blocks, form, key_states, value_states, start)
+    if end - start >= layout.block_size:
+        _launch().encode(blocks, layout, key_states, value_states, start)
 
 
 def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:

@@ -62,10 +62,10 @@ def write(
     """
     batch, kv_heads, new_tokens, _ = new_keys.shape
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
-    keys, values, table, form = blocks.keys, blocks.values, blocks.table, blocks.form
+    keys, values, table, layout = blocks.keys, blocks.values, blocks.table, blocks.layout
     records = keys if blocks.records is None else blocks.records
     constants = write_constants(
-        layout=form or _plain(blocks),
+        layout=layout or _plain(blocks),
         kv_heads=kv_heads,
         k_stride_t=keys.stride(2),
         v_stride_t=values.stride(2),
@@ -73,8 +73,8 @@ def write(
         check=blocks.fault is not None,
     )
     with on(table.device):
-        if form is not None and dense and is_new((form, keys.dtype, "seal")):
-            _seal(form, records, keys, values, lengths, lengths, compile_only=True)
+        if layout is not None and dense and is_new((layout, keys.dtype, "seal")):
+            _seal(layout, records, keys, values, lengths, lengths, compile_only=True)
         write_kernel[(new_tokens, batch, -(-kv_heads // constants["H"]))](
             keys if dense else new_keys,
             values if dense else new_values,
@@ -99,13 +99,13 @@ def write(
 
 
 def encode(
-    blocks: LayerBlocks, form: RecordFormat, new_keys: torch.Tensor, new_values: torch.Tensor, start: int
+    blocks: LayerBlocks, layout: RecordFormat, new_keys: torch.Tensor, new_values: torch.Tensor, start: int
 ) -> None:
     """Encode the new tokens that fill whole blocks; residual blocks are passed over.
 
     Args:
         blocks: Changed in place.
-        form: What the bytes of the records mean.
+        layout: What the bytes of the records mean.
         new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
         new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
         start: Column of the first new token.
@@ -115,7 +115,7 @@ def encode(
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
     batch, kv_heads, new_tokens, _ = new_keys.shape
     with on(records.device):
-        encode_kernel[(new_tokens // form.block_size, kv_heads, batch)](
+        encode_kernel[(new_tokens // layout.block_size, kv_heads, batch)](
             records,
             new_keys,
             new_values,
@@ -131,12 +131,12 @@ def encode(
             start + new_tokens,
             start,
             PADDED=offsets is not None,
-            **encode_constants(form=form, seal=False, check=fault is not None),
+            **encode_constants(layout=layout, seal=False, check=fault is not None),
         )
 
 
 def seal(
-    form: RecordFormat,
+    layout: RecordFormat,
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -146,7 +146,7 @@ def seal(
     """Encode blocks of a pool, all layers at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
 
     Args:
-        form: What the bytes of the records mean.
+        layout: What the bytes of the records mean.
         records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
         keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
         values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
@@ -157,11 +157,11 @@ def seal(
     flat = records.view(records.shape[0], heads, records.shape[3])
     keys, values = (x.view(x.shape[0], heads, *x.shape[3:]) for x in (keys, values))
     with on(records.device):
-        _seal(form, flat, keys, values, slots, ids, compile_only=False)
+        _seal(layout, flat, keys, values, slots, ids, compile_only=False)
 
 
 def _seal(
-    form: RecordFormat,
+    layout: RecordFormat,
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -177,7 +177,7 @@ def _seal(
         *strides,
         *(0, 0, 0, 0),  # what is asked of new tokens
         PADDED=False,
-        **encode_constants(form=form, seal=True, check=False),
+        **encode_constants(layout=layout, seal=True, check=False),
     )
 
 
@@ -235,7 +235,7 @@ def attend(
     query = last_contiguous(a.query)
     mask, mask_rows = mask_of(a.mask, *query.shape[:3])
     q = Question(blocks, a, query, mask, mask_rows, lengths, back)
-    layout: Layout = blocks.form or _plain(blocks, block_size)
+    layout: Layout = blocks.layout or _plain(blocks, block_size)
     with on(query.device):
         out, lse = q.answers(layout.v_head_dim)
         passes = [_main_pass(q, layout, dense_columns, splits)]

@@ -173,9 +173,9 @@ def started(kernel: Any, grid: tuple[int, ...], *, compile_only: bool = False) -
     return partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
 
 
-def unreadable_reason(form: RecordFormat) -> str | None:
+def unreadable_reason(layout: RecordFormat) -> str | None:
     """None if there are kernels for both codecs, otherwise a sentence."""
-    keys, values = form.format.keys.name, form.format.values.name
+    keys, values = layout.format.keys.name, layout.format.values.name
     if keys not in _FUNCTIONS or _FUNCTIONS[keys].score is None:
         return f"The Triton kernels have no K in {keys}."
     if values not in _FUNCTIONS or _FUNCTIONS[values].add is None:
@@ -309,14 +309,14 @@ def write_constants(
 
 
 @lru_cache(maxsize=256)
-def encode_constants(*, form: RecordFormat, seal: bool, check: bool) -> dict[str, Any]:
+def encode_constants(*, layout: RecordFormat, seal: bool, check: bool) -> dict[str, Any]:
     """Compile-time arguments of `encode_kernel`."""
-    keys, values = _sides(form)
-    k_functions, v_functions = (_FUNCTIONS[c.name] for c in (form.format.keys, form.format.values))
+    keys, values = _sides(layout)
+    k_functions, v_functions = (_FUNCTIONS[c.name] for c in (layout.format.keys, layout.format.values))
     return {
         "K": keys,
         "V": values,
-        "T": min(form.block_size, max(1, _ENCODE_ELEMENTS // max(keys.padded, values.padded))),
+        "T": min(layout.block_size, max(1, _ENCODE_ELEMENTS // max(keys.padded, values.padded))),
         "SEAL": seal,
         "CHECK": check,
         "K_BLOCK_PARAMS": k_functions.block_params,
@@ -351,11 +351,11 @@ def _sides(layout: Layout) -> tuple[Side, Side]:
     return _side(layout, "keys"), _side(layout, "values")
 
 
-def _side(form: RecordFormat, name: Literal["keys", "values"]) -> Side:
-    codec, dim = form.codec(name), form.dim(name)
-    codes, params = form.offsets(name)
+def _side(layout: RecordFormat, name: Literal["keys", "values"]) -> Side:
+    codec, dim = layout.codec(name), layout.dim(name)
+    codes, params = layout.offsets(name)
     return Side(
-        block_size=form.block_size,
+        block_size=layout.block_size,
         dim=dim,
         row=codec.row_bytes(dim),
         codes=codes,

@@ -141,5 +141,5 @@ def bytes_per_token(cache: PagedCache) -> dict[int, float]:
     for layer, blocks in sorted(cache._state.blocks.items()):
         heads, block_size, head_dim = blocks.keys.shape[1:]
         plain = float((head_dim + blocks.values.shape[3]) * blocks.keys.dtype.itemsize)
-        found[layer] = heads * (plain if blocks.form is None else blocks.form.nbytes / block_size)
+        found[layer] = heads * (plain if blocks.layout is None else blocks.layout.nbytes / block_size)
     return found

@@ -150,7 +150,7 @@ def test_tokens_that_a_stock_cache_has_not_quantized_are_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "form", "tokens", "limit"),
+    ("shape", "format_name", "tokens", "limit"),
     [
         ("Llama-3-8B", "int8", 8192, 9.0),
         ("Llama-3-8B", "int4", 8192, 10.0),
@@ -159,8 +159,10 @@ def test_tokens_that_a_stock_cache_has_not_quantized_are_taken_back() -> None:
         ("Llama-3-8B", "fp8", 8192, None),
     ],
 )
-def test_speed_is_required_at_8192_tokens(shape: str, form: str, tokens: int, limit: float | None) -> None:
-    assert formats_step.MIN_SPEEDUP.get((shape, form, tokens)) == limit
+def test_speed_is_required_at_8192_tokens(
+    shape: str, format_name: str, tokens: int, limit: float | None
+) -> None:
+    assert formats_step.MIN_SPEEDUP.get((shape, format_name, tokens)) == limit
 
 
 # --- whole models -------------------------------------------------------------------------------------------
