@@ -31,8 +31,7 @@ __all__ = [
     "with_keys_in_int8",
 ]
 
-DEFAULT_GROUP_SIZE = 32
-"""Channels of a group of `int4_group`."""
+DEFAULT_GROUP_SIZE = 32  # channels of a group of `int4_group`
 
 FORMATS = {
     layer_format.name: layer_format
@@ -51,12 +50,7 @@ FORMATS = {
 def kv_format(name: str, *, group_size: int = DEFAULT_GROUP_SIZE) -> KVFormat | None:
     """The format that `kv_cache_dtype` names; None for `auto`, which stores values as they are.
 
-    Args:
-        name: `auto`, or a key of `FORMATS`.
-        group_size: Channels of a group, for formats that have groups.
-
-    Raises:
-        PagedCacheError: There is no such format.
+    Groups of formats that have them become `group_size` channels wide. Any other name is a PagedCacheError.
     """
     if name == "auto":
         return None

@@ -22,23 +22,16 @@ class Codec(ABC):
 
     Shapes: values are `[..., tokens, dim]`, codes uint8 `[..., tokens, row_bytes(dim)]`, parameters float16
     `[..., *param_shape(tokens, dim)]`. Codes of different tokens never share a byte.
-
-    Attributes:
-        name: Its name, for messages and kernels.
-        kernel_id: Its number in the C++ kernels (`enum Codec` of abi.h); 0 if they do not know it.
-        bits: Bits of one code.
-        params_per_token: 1 for a scale, 2 with a zero; of codecs whose tokens have their own.
-        is_per_token: Tokens can be encoded one by one. Otherwise all of a block's are needed at once. The
-            parameters of a per-token codec are `[kinds, tokens, groups]`, so that a token's have their place.
-        is_rotated: What is stored is rotated (see `rotation`).
     """
 
-    name: ClassVar[str]
-    kernel_id: ClassVar[int] = 0
-    bits: ClassVar[int]
-    params_per_token: ClassVar[int] = 1
+    name: ClassVar[str]  # for messages and kernels
+    kernel_id: ClassVar[int] = 0  # in the C++ kernels (`enum Codec` of abi.h); 0 if they do not know it
+    bits: ClassVar[int]  # of one code
+    params_per_token: ClassVar[int] = 1  # 1 for a scale, 2 with a zero; of codecs whose tokens have their own
+    # Tokens can be encoded one by one; otherwise all of a block's are needed at once. The parameters of such
+    # a codec are `[kinds, tokens, groups]`, so that a token's have their place.
     is_per_token: ClassVar[bool] = True
-    is_rotated: ClassVar[bool] = False
+    is_rotated: ClassVar[bool] = False  # what is stored is rotated (see `rotation`)
 
     @property
     def group_size(self) -> int:

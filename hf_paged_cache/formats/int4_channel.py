@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from .codec import Codec
-from .packing import inverse, pack_nibbles, scale_and_zero, unpack_nibbles
+from .packing import pack_nibbles, quantized, unpack_nibbles
 
 
 class Int4Channel(Codec):
@@ -38,8 +38,7 @@ class Int4Channel(Codec):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are `(x - zero) / scale`."""
         wide = x.float()
-        scale, zero = scale_and_zero(*wide.aminmax(dim=-2, keepdim=True), 15)
-        codes = ((wide - zero.float()) * inverse(scale)).round().clamp(0, 15)
+        codes, scale, zero = quantized(wide, *wide.aminmax(dim=-2, keepdim=True), 15)
         return pack_nibbles(codes), torch.cat((scale, zero), dim=-2)
 
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from hf_paged_cache.errors import PagedCacheError
 
 from .codec import Codec
-from .packing import inverse, pack_nibbles, scale_and_zero, unpack_nibbles
+from .packing import pack_nibbles, quantized, unpack_nibbles
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Int4Group(Codec):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes are `(x - zero) / scale`."""
         groups = self._groups(x)
-        scale, zero = scale_and_zero(*groups.aminmax(dim=-1, keepdim=True), 15)
-        codes = ((groups - zero.float()) * inverse(scale)).round().clamp(0, 15)
+        codes, scale, zero = quantized(groups, *groups.aminmax(dim=-1, keepdim=True), 15)
         return pack_nibbles(codes.flatten(-2)), torch.stack((scale[..., 0], zero[..., 0]), dim=-3)
 
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:

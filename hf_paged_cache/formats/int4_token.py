@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from .codec import LARGEST_VALUE, Codec
-from .packing import inverse, pack_nibbles, scale_and_zero, unpack_nibbles
+from .packing import pack_nibbles, quantized, unpack_nibbles
 from .rotation import rotate
 
 
@@ -35,8 +35,7 @@ class Int4Token(Codec):
         rotated = rotate(x.float())
         ends = rotated.aminmax(dim=-1, keepdim=True)
         low, high = (end.clamp(-LARGEST_VALUE, LARGEST_VALUE) for end in ends)
-        scale, zero = scale_and_zero(low, high, 15)
-        codes = ((rotated - zero.float()) * inverse(scale)).round().clamp(0, 15)
+        codes, scale, zero = quantized(rotated, low, high, 15)
         return pack_nibbles(codes), torch.stack((scale, zero), dim=-3)
 
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:

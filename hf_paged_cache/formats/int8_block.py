@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from .codec import Codec
-from .packing import inverse, scale_and_zero
+from .packing import quantized
 
 
 class Int8Block(Codec):
@@ -32,9 +32,8 @@ class Int8Block(Codec):
         """Codes are `(x - zero) / scale`, 0…255."""
         wide = x.float()
         low, high = wide.amin((-2, -1), keepdim=True), wide.amax((-2, -1), keepdim=True)
-        scale, zero = scale_and_zero(low, high, 255)
-        codes = ((wide - zero.float()) * inverse(scale)).round().clamp(0, 255).to(torch.uint8)
-        return codes, torch.cat((scale, zero), dim=-1)[..., 0, :]
+        codes, scale, zero = quantized(wide, low, high, 255)
+        return codes.to(torch.uint8), torch.cat((scale, zero), dim=-1)[..., 0, :]
 
     def decode_stored(self, codes: torch.Tensor, params: torch.Tensor, dim: int) -> torch.Tensor:
         """Zero plus scale times code."""

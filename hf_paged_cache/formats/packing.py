@@ -50,10 +50,13 @@ def zero_down(x: torch.Tensor) -> torch.Tensor:
     return torch.where(near.to(x.dtype) > x, below, bits).view(torch.float16)
 
 
-def scale_and_zero(low: torch.Tensor, high: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float16 scale and zero that cut ranges `low … high` into so many steps."""
+def quantized(
+    x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, steps: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Float codes `(x - zero) / scale`, 0…steps, and the float16 scale and zero of ranges `low … high`."""
     zero = zero_down(low)
-    return scale_up((high - zero.float()) / steps), zero
+    scale = scale_up((high - zero.float()) / steps)
+    return ((x - zero.float()) * inverse(scale)).round().clamp(0, steps), scale, zero
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .codec import Codec
 
 Side = Literal["keys", "values"]
+_SIDES: tuple[Side, Side] = ("keys", "values")
 _ALIGNMENT = 16
 
 
@@ -61,29 +63,16 @@ class RecordFormat:
     v_head_dim: int
 
     @cached_property
-    def value_codes(self) -> int:
-        """Byte where the codes of V begin."""
-        return _aligned(self.block_size * self.format.keys.row_bytes(self.head_dim))
-
-    @cached_property
-    def key_params(self) -> int:
-        """Byte where the parameters of K begin."""
-        return self.value_codes + _aligned(self.block_size * self.format.values.row_bytes(self.v_head_dim))
-
-    @cached_property
-    def value_params(self) -> int:
-        """Byte where the parameters of V begin."""
-        return self.key_params + _aligned(self._param_bytes("keys"))
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of a record."""
-        return self.value_params + _aligned(self._param_bytes("values"))
+    def _edges(self) -> list[int]:
+        """Bytes where the parts begin, in the order of the picture above, and where the record ends."""
+        sizes = [self.block_size * self.codec(side).row_bytes(self.dim(side)) for side in _SIDES]
+        sizes += [self._param_bytes(side) for side in _SIDES]
+        return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
     @property
-    def bits_per_value(self) -> float:
-        """All bytes of a record, spread over the values that it holds."""
-        return 8 * self.nbytes / (self.block_size * (self.head_dim + self.v_head_dim))
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+        return self._edges[-1]
 
     def _param_bytes(self, side: Side) -> int:
         return 2 * prod(self.codec(side).param_shape(self.block_size, self.dim(side)))
@@ -98,7 +87,8 @@ class RecordFormat:
 
     def offsets(self, side: Side) -> tuple[int, int]:
         """Bytes where the codes and the parameters of K or V begin."""
-        return (0, self.key_params) if side == "keys" else (self.value_codes, self.value_params)
+        place = _SIDES.index(side)
+        return self._edges[place], self._edges[place + 2]
 
     def parts(self, records: torch.Tensor, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes `[..., block_size, row_bytes]` and parameters of K or V, as views of the records."""
@@ -112,22 +102,18 @@ class RecordFormat:
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, records: torch.Tensor) -> None:
         """Fill records with full blocks, K and V of shape `[..., block_size, dim]`."""
-        for side, x in _sides(keys, values):
+        for side, x in zip(_SIDES, (keys, values), strict=True):
             for part, new in zip(self.parts(records, side), self.codec(side).encode(x), strict=True):
                 part.copy_(new)
 
     def first_tokens(self, records: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-        """Copies of records in which nothing is left but the first tokens of each.
+        """Copies of records `[blocks, ..., nbytes]` with nothing left but the first `held` `[blocks]` tokens.
 
         All else is zero, what lies between the parts too. Parameters of a block as a whole stay: they are
         needed as they are, and are the extremes of the tokens that it was encoded with.
-
-        Args:
-            records: `[blocks, ..., nbytes]`.
-            held: `[blocks]`, how many.
         """
         copies = torch.zeros_like(records)
-        for side in ("keys", "values"):
+        for side in _SIDES:
             (codes, params), (old_codes, old_params) = self.parts(copies, side), self.parts(records, side)
             codes.copy_(blank_beyond(old_codes, held))
             params.copy_(blank_beyond(old_params, held) if self.codec(side).is_per_token else old_params)
@@ -139,7 +125,7 @@ class RecordFormat:
     ) -> None:
         """Put tokens, `[..., tokens, dim]`, into slots `first, ...` of records whose format is per token."""
         assert self.format.is_per_token, f"{self.format.name} encodes full blocks only"
-        for side, x in _sides(keys, values):
+        for side, x in zip(_SIDES, (keys, values), strict=True):
             for part, new in zip(self.parts(records, side), self.codec(side).encode(x), strict=True):
                 part[..., first : first + x.shape[-2], :] = new
 
@@ -154,11 +140,3 @@ def blank_beyond(blocks: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     size = blocks.shape[-2]
     beyond = torch.arange(size, device=blocks.device) >= held.to(blocks.device)[:, None]
     return blocks.masked_fill(beyond.view(len(held), *[1] * (blocks.dim() - 3), size, 1), 0)
-
-
-def _sides(keys: torch.Tensor, values: torch.Tensor) -> tuple[tuple[Side, torch.Tensor], ...]:
-    return ("keys", keys), ("values", values)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
