@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ConvertBlocks(Protocol):
-    """Conversion of full blocks between `keys[slots[i]]`, `values[slots[i]]` and `records[ids[i]]`."""
+    """Conversion of full blocks, all layers of a pool at once."""
 
     def __call__(
         self,
@@ -28,7 +28,7 @@ class ConvertBlocks(Protocol):
         slots: list[int],
         ids: list[int],
     ) -> None:
-        """Convert, all layers of a pool at once.
+        """Convert between `keys[slots[i]]`, `values[slots[i]]` and `records[ids[i]]`.
 
         Args:
             layout: What the bytes of the records mean.
@@ -85,7 +85,7 @@ class Backend(Protocol):
         """Attend the stored tokens `[a.start, a.end)`; any number of queries, fastest for few.
 
         Args:
-            blocks: Keys and values. Not changed.
+            blocks: Not changed.
             a: The question; every field is honoured.
             return_lse: Whether the log-sum-exp is wanted too, which merges this answer with a partial one.
 
@@ -122,11 +122,7 @@ class PrefillBackend(Protocol):
     ) -> Partial:
         """Attend the stored tokens `[a.start, a.end)`, without sinks.
 
-        Args:
-            blocks: Keys and values. Not changed.
-            a: The question; its mask is replaced by the next two.
-            visible: What the mask lets see, as `masking` has it.
-            bias: What the mask adds.
+        `visible` and `bias`, as `masking` has them, stand for the mask of `a`.
         """
 
     def attend_fresh(
@@ -141,7 +137,7 @@ class PrefillBackend(Protocol):
         """Attend new tokens among themselves, without sinks.
 
         Args:
-            a: Query `[batch, q_heads, q_tokens, head_dim]`, scale, window and softcap.
+            a: Query, scale, window and softcap.
             keys: `[batch, kv_heads, q_tokens, head_dim]`.
             values: `[batch, kv_heads, q_tokens, v_head_dim]`.
             visible: What the mask lets see of the new tokens, as `masking` has it.

@@ -47,17 +47,11 @@ ENVIRONMENT_VARIABLE = "HF_PAGED_CACHE_BACKEND"
 
 @dataclass(frozen=True)
 class _Entry:
-    """A row of the registry.
+    """A row of the registry."""
 
-    Attributes:
-        module: Imported when the backend is first considered.
-        devices: Device types that it serves; None for all.
-        when_forced: Device types that it serves too, if it is asked for by name.
-    """
-
-    module: str
-    devices: frozenset[str] | None = None
-    when_forced: frozenset[str] = frozenset()
+    module: str  # imported when the backend is first considered
+    devices: frozenset[str] | None = None  # device types that it serves; None for all
+    when_forced: frozenset[str] = frozenset()  # those that it serves too, if it is asked for by name
 
     def serves(self, device: torch.device, *, is_forced: bool) -> bool:
         """Whether it is made for a device."""

@@ -9,27 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
-FAR = -1e4
-"""A finite mask below this spoils the precision of a row's log-sum-exp."""
-SWALLOWS = -1e30
-"""Adding this to a score gives the same float32 whatever the score, and beside others no probability."""
+FAR = -1e4  # a finite mask below this spoils the precision of a row's log-sum-exp
+SWALLOWS = -1e30  # added to any score it gives the same float32, and beside others no probability
 
 
 @dataclass(slots=True)
 class ReadMask:
-    """A mask taken apart.
+    """A mask taken apart."""
 
-    Attributes:
-        query: What to compute with in place of the query.
-        visible: None if every token is.
-        bias: None if nothing is added. Arbitrary where not visible.
-        taken: None, or `[batch or 1, q_heads or 1, q_tokens or 1]`, what is missing in every score of a row.
-    """
-
-    query: torch.Tensor
-    visible: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    taken: torch.Tensor | None = None
+    query: torch.Tensor  # what to compute with in place of the query
+    visible: torch.Tensor | None = None  # None if every token is
+    bias: torch.Tensor | None = None  # None if nothing is added; arbitrary where not visible
+    taken: torch.Tensor | None = None  # `[batch or 1, q_heads or 1, q_tokens or 1]`, of all scores of a row
 
 
 def read_mask(query: torch.Tensor, mask: torch.Tensor | None, tokens: int) -> ReadMask:
@@ -40,10 +31,7 @@ def read_mask(query: torch.Tensor, mask: torch.Tensor | None, tokens: int) -> Re
     is common to a whole row is taken out, and so are the scores that it would swallow. In other rows tokens
     masked by such a number count as not visible, so that eager masks are as fast as boolean ones.
 
-    Args:
-        query: `[batch, q_heads, q_tokens, head_dim]`.
-        mask: Boolean or additive, broadcastable to `[batch, q_heads, q_tokens, tokens]`.
-        tokens: All tokens of the row.
+    The mask is that of `Attention`, over all `tokens` of the row.
     """
     if mask is None or tokens == 0:
         return ReadMask(query)

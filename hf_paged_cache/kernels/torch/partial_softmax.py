@@ -16,22 +16,16 @@ from torch.nn.functional import pad
 
 from .masking import accumulate_dtype, additive, any_over, both, causal_visible
 
+# Up to so many queries a mask is repeated over the head group, to lay the group's queries end to end.
 PACKED_MASK_TOKENS = 16
-"""Up to so many queries a mask is repeated over the head group, to lay the group's queries end to end."""
 
 
 @dataclass(slots=True)
 class Partial:
-    """Attention over some of the keys.
+    """Attention over some of the keys."""
 
-    Attributes:
-        out: `[batch, kv_heads, group, q_tokens, v_head_dim]`, zeros where a query sees nothing.
-        lse: `[batch, kv_heads, group, q_tokens]`, -inf where it sees nothing. Float64 for float64 queries,
-            otherwise float32.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
+    out: torch.Tensor  # `[batch, kv_heads, group, q_tokens, v_head_dim]`, zeros where a query sees nothing
+    lse: torch.Tensor  # `[batch, kv_heads, group, q_tokens]`, -inf there; of `accumulate_dtype`
 
     def merge(self, other: Partial) -> Partial:
         """Attention over the keys of both."""
@@ -74,15 +68,8 @@ def attend(
 ) -> Partial:
     """Attention over dense keys. Queries that see nothing, and NaN in tokens that nobody sees, do no harm.
 
-    Args:
-        query: `[batch, kv_heads, group, q_tokens, head_dim]`.
-        keys: `[batch, kv_heads, tokens, head_dim]`, at least one token.
-        values: `[batch, kv_heads, tokens, v_head_dim]`.
-        scale: Factor on q·k.
-        softcap: As in `Attention`.
-        visible: None, or a boolean mask.
-        bias: None, or an additive mask.
-        causal: Queries and keys are the same tokens, and each sees itself and those before.
+    The query is `[batch, kv_heads, group, q_tokens, head_dim]`, K are `[batch, kv_heads, tokens, head_dim]`,
+    at least one token. If `causal`, queries and keys are the same, and each sees itself and those before.
     """
     flash = has_flash(query, softcap)
     if causal and not (flash and visible is None and bias is None):

@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 unavailable_reason, unsupported_reason = reference.unavailable_reason, reference.unsupported_reason
 encode_blocks, decode_blocks = reference.encode_blocks, reference.decode_blocks
 
+# Keys and values of one chunk: about what a core's caches hold, so that attending re-reads from there.
 CHUNK_BYTES = 4 << 20
-"""Keys and values of one chunk: about what a core's caches hold, so that attending re-reads from there."""
-SCORE_BYTES = 16 << 20
-"""Scores of one chunk, on the path that keeps them."""
+SCORE_BYTES = 16 << 20  # scores of one chunk, on the path that keeps them
+# So many tokens that everybody sees are attended by themselves, without the mask of those before them.
 UNMASKED_TOKENS = 256
-"""So many tokens that everybody sees are attended by themselves, without the mask of those before them."""
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
