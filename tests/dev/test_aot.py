@@ -302,7 +302,7 @@ def test_variants_cover_every_kernel_and_every_flag() -> None:
     assert {row["types"]["k_strides"][0] for row in rows} == {"i32", "i64"}
 
     assert {row["constants"]["SCORE"] for row in attending} == _names(decoders, "score_")
-    assert {row["constants"]["ADD"] for row in attending} == _names(decoders, "add_")
+    assert {row["constants"]["VALUES"] for row in attending} == _names(decoders, "values_")
     of_records = [row["constants"] for row in attending if row not in rows]
     assert {row["K.dim"] for row in of_records} == {64, 80, 97, 128, 256}
     assert {row["SPLIT"] for row in of_records} == {False, True}

@@ -23,13 +23,12 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from hf_paged_cache.kernels import reference
 from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
-from hf_paged_cache.kernels.reference import check_storable, decode_blocks
 from hf_paged_cache.kernels.torch.masking import additive
 from hf_paged_cache.kernels.torch.partial_softmax import Partial, split_heads
 
@@ -38,39 +37,28 @@ from .tiles import MAX_HEAD_DIM
 if TYPE_CHECKING:
     from hf_paged_cache.formats import RecordFormat
 
-__all__ = [
-    "attend_fresh",
-    "attend_history",
-    "copy_blocks",
-    "decode",
-    "decode_blocks",
-    "encode_blocks",
-    "unavailable_reason",
-    "unsupported_reason",
-    "unusable_reason",
-    "write",
-]
-
-LOWEST_CAPABILITY = 8, 0
-"""Of NVIDIA: the first with bfloat16 in its matrix units and copies past registers."""
+LOWEST_CAPABILITY = 8, 0  # of NVIDIA: the first with bfloat16 in its matrix units and copies past registers
+# With matrix units and 512 registers a lane; on gfx11 and gfx12 every attention kernel spills.
 AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
-"""With matrix units and 512 registers a lane; on gfx11 and gfx12 every attention kernel spills."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+decode_blocks = reference.decode_blocks
 
-@cache
-def unavailable_reason() -> str | None:
-    """None if Triton can be imported, otherwise a sentence."""
+_unavailable: str | None = None
+try:
+    from . import launch, probe, variants
+except Exception as error:  # whatever an import of Triton raises, another backend takes over
+    _unavailable = f"Triton cannot be used: {error}"
     if importlib.util.find_spec("triton") is None:
-        return (
+        _unavailable = (
             "Triton is not installed. Builds of torch for CUDA and ROCm bring theirs; elsewhere on Linux: "
             "`pip install 'hf-paged-cache[triton]'`."
         )
-    try:
-        _launch()
-    except Exception as error:
-        return f"Triton cannot be used: {error}"
-    return None
+
+
+def unavailable_reason() -> str | None:
+    """None if Triton can be imported, otherwise a sentence."""
+    return _unavailable
 
 
 @cache
@@ -78,18 +66,15 @@ def unusable_reason(device: torch.device) -> str | None:
     """None if kernels run on a device, otherwise a sentence. The first call compiles two small ones.
 
     What an architecture lacks shows in its kernels: below capability 8.0 they do not assemble, or spill
-    kilobytes a thread.
-
-    Raises:
-        torch.OutOfMemoryError: The device has no memory left for a try.
+    kilobytes a thread. An OutOfMemoryError of torch says nothing of the device, and is raised.
     """
-    if unavailable_reason() is not None or device.type != "cuda":
-        return unavailable_reason()
+    if _unavailable is not None or device.type != "cuda":
+        return _unavailable
     reason = _architecture_reason(device)
     if reason is not None:
         return reason
     try:
-        reason = import_module(".probe", __package__).failure(device)
+        reason = probe.failure(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler or a driver raises, another backend takes over
@@ -117,19 +102,17 @@ def _architecture_reason(device: torch.device) -> str | None:
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None if the kernels can serve these blocks, otherwise a sentence. Compiles nothing."""
-    if unavailable_reason() is not None:
-        return unavailable_reason()
+    if _unavailable is not None:
+        return _unavailable
     keys, values = blocks.keys, blocks.values
-    if keys.is_cpu and not _variants().INTERPRETED:
+    if keys.is_cpu and not variants.INTERPRETED:
         return (
             "The Triton kernels take CPU tensors only in the interpreter: set TRITON_INTERPRET=1 before "
             "Python starts."
         )
     if keys.dtype not in DTYPES or values.dtype != keys.dtype:
-        return (
-            f"The Triton kernels take float32, bfloat16 or float16 blocks, not {keys.dtype} and "
-            f"{values.dtype}."
-        )
+        found = f"{keys.dtype} and {values.dtype}"
+        return f"The Triton kernels take float32, bfloat16 or float16 blocks, not {found}."
     widest = max(keys.shape[3], values.shape[3])
     if widest > MAX_HEAD_DIM:
         return f"The Triton kernels take head dims up to {MAX_HEAD_DIM}, not {widest}."
@@ -139,17 +122,32 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
         return f"The Triton kernels take blocks of 16, 32, 64, ... tokens, not {keys.shape[2]}."
     if blocks.records is not None and blocks.records.stride(2) != 1:
         return "The Triton kernels take records whose bytes are contiguous."
-    if blocks.layout is not None:
-        return _variants().unreadable_reason(blocks.layout)  # type: ignore[no-any-return]
-    return None
+    return None if blocks.layout is None else variants.unreadable_reason(blocks.layout)
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """As `Backend.write`."""
-    if blocks.layout is not None:
-        _write_quantized(blocks, blocks.layout, key_states, value_states, start)
-    else:
-        _launch().write(blocks, _lengths(blocks, start + key_states.shape[2]), key_states, value_states)
+    """As `Backend.write`, in one launch, or one for residual and one for whole blocks that are encoded."""
+    end, layout = start + key_states.shape[2], blocks.layout
+    if layout is None:
+        launch.write(blocks, _lengths(blocks, end), key_states, value_states)
+        return
+    if blocks.fault is None:
+        reference.check_storable(blocks, key_states, value_states, start)
+    dense = _dense_columns(blocks, start, end)
+    if layout.format.is_per_token or dense:
+        launch.write(blocks, _lengths(blocks, end), key_states, value_states, dense=bool(dense))
+    if layout.format.is_per_token:
+        return
+    if blocks.offsets is None:
+        whole = set(range(-(-start // layout.block_size), end // layout.block_size))
+        always = set.intersection(*map(set, dense)) if dense else set()
+        partial = {start // layout.block_size, (end - 1) // layout.block_size} - whole - always
+        name = layout.format.name
+        assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
+        if whole <= always:
+            return
+    if end - start >= layout.block_size:
+        launch.encode(blocks, layout, key_states, value_states, start)
 
 
 def decode(
@@ -158,7 +156,7 @@ def decode(
     """As `Backend.decode`."""
     held = blocks.lengths
     back = held.tokens - a.end if held is not None and held.tokens > a.end else 0
-    out, lse = _launch().attend(
+    out, lse = launch.attend(
         blocks,
         a,
         _lengths(blocks, a.end + back),
@@ -189,7 +187,7 @@ def attend_fresh(
     own = replace(
         a, start=0, end=keys.shape[2], mask=_mask(visible, bias), causal=is_causal, queries_are_last=True
     )
-    out, lse = _launch().attend_dense(own, keys, values)
+    out, lse = launch.attend_dense(own, keys, values)
     return _partial(out, lse, keys.shape[1])
 
 
@@ -199,10 +197,10 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     if not src:
         return
     if set(src).isdisjoint(dst):
-        _launch().copy_blocks(pool, src, dst)
+        launch.copy_blocks(pool, src, dst)
         return
     # Programs run in any order, so blocks that are both read and overwritten go through memory of their own.
-    ids = _launch().device_ids([src, dst], pool.device).long()
+    ids = launch.device_ids([src, dst], pool.device).long()
     pool[ids[1]] = pool[ids[0]]
 
 
@@ -217,36 +215,8 @@ def encode_blocks(
     """As `Backend.encode_blocks`."""
     assert len(slots) == len(ids), f"{len(slots)} blocks to read but {len(ids)} to overwrite"
     if slots:
-        on_device = _launch().device_ids([slots, ids], records.device)
-        _launch().seal(layout, records, keys, values, on_device[0], on_device[1])
-
-
-def _write_quantized(
-    blocks: LayerBlocks,
-    layout: RecordFormat,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
-    start: int,
-) -> None:
-    """In one launch where the format is per token, else in one for residual and one for whole blocks."""
-    if blocks.fault is None:
-        check_storable(blocks, key_states, value_states, start)
-    end = start + key_states.shape[2]
-    dense = _dense_columns(blocks, start, end)
-    if layout.format.is_per_token or dense:
-        _launch().write(blocks, _lengths(blocks, end), key_states, value_states, dense=bool(dense))
-    if layout.format.is_per_token:
-        return
-    if blocks.offsets is None:
-        whole = set(range(-(-start // layout.block_size), end // layout.block_size))
-        always = set.intersection(*map(set, dense)) if dense else set()
-        partial = {start // layout.block_size, (end - 1) // layout.block_size} - whole - always
-        name = layout.format.name
-        assert not partial, f"{name} encodes full blocks, got some tokens of columns {sorted(partial)}"
-        if whole <= always:
-            return
-    if end - start >= layout.block_size:
-        _launch().encode(blocks, layout, key_states, value_states, start)
+        on_device = launch.device_ids([slots, ids], records.device)
+        launch.seal(layout, records, keys, values, on_device[0], on_device[1])
 
 
 def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:
@@ -278,14 +248,3 @@ def _lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:
     if blocks.lengths is not None and blocks.lengths.tokens == tokens:
         return blocks.lengths.on_device
     return torch.full((blocks.table.shape[0],), tokens, dtype=torch.int32, device=blocks.table.device)
-
-
-@cache
-def _variants() -> Any:
-    return import_module(".variants", __package__)
-
-
-@cache
-def _launch() -> Any:
-    # Importing Triton takes a while and fails where there is none, so this waits until a kernel is wanted.
-    return import_module(".launch", __package__)

@@ -15,7 +15,7 @@ A tile holds the queries of the whole head group, so that K and V are read once 
 grouped-query decoding kernels since Flash-Decoding, Dao et al. 2023); the softmax is taken online (Milakov &
 Gimelshein 2018). Without splits a program has the whole answer, and nothing is merged.
 
-How K and V are stored is known to `SCORE` and `ADD`, functions out of `decoders`. Over records, scores and
+How K and V are stored is known to `SCORE` and `VALUES`, functions out of `decoders`. Over records, scores and
 sums are taken of codes, with scales folded in. Where K are rotated the queries are too, once; where V are
 rotated the sum is rotated back, once, at the end, or by the merge if there is one. The residual blocks of a
 quantized layer, which lie in the model's dtype, have a launch of their own (COLUMNS), whose sums the merge
@@ -31,19 +31,12 @@ import triton
 import triton.language as tl
 
 from .rotate import rotate, unrotate
-from .softmax_steps import (
-    BOOL_MASK,
-    LOG2E,
-    NO_MASK,
-    masked_scores,
-    online_update,
-    part_pointers,
-    soft_capped,
-    store_answer,
-    store_part,
-    stored_range,
-    tokens_in_sight,
-)
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+NO_MASK: tl.constexpr = tl.constexpr(0)
+BOOL_MASK: tl.constexpr = tl.constexpr(1)
+ADDITIVE_MASK: tl.constexpr = tl.constexpr(2)
 
 # Numbers that change from step to step, and pointers whose alignment does: compiling for the values they
 # happen to have would compile again and again.
@@ -55,17 +48,64 @@ _PER_STEP_ARGUMENTS = (
 
 
 @triton.jit
+def _part_pointers(part_ptr, splits, rows, V_HEAD_DIM: tl.constexpr):
+    """Where the maxima of the scores, and where the sums of the weights begin in what splits leave.
+
+    That is one piece of memory: sums of values, not yet divided, `[splits, rows, v_head_dim]`; maxima
+    `[splits, rows]`; sums of weights `[splits, rows]`. A row is a query of a head of the batch.
+    """
+    maxima = part_ptr + tl.cast(splits, tl.int64) * rows * V_HEAD_DIM
+    return maxima, maxima + tl.cast(splits, tl.int64) * rows
+
+
+@triton.jit
 def _units(x):
     """For each row the power of two that brings its largest magnitude between 1 and 2."""
     bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
     return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
 
+@triton.jit
+def _soft_capped(score, softcap):
+    """`softcap * tanh(score / softcap)`, accurate for small scores too, where 1 - exp(-2x) would cancel."""
+    x = score / softcap
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return softcap * tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _online_update(score, row_max, row_sum):
+    """A step of the online softmax: weights, the new maxima and sums, and the factor of what came before."""
+    new_max = tl.maximum(row_max, tl.max(score, 1))
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    weight = tl.exp2((score - base[:, None]) * LOG2E)
+    shrink = tl.exp2((row_max - base) * LOG2E)
+    row_sum = row_sum * shrink + tl.sum(weight, 1)
+    return weight, new_max, row_sum, shrink
+
+
+@triton.jit
+def _weighted_sum(acc, weight, values, V: tl.constexpr):
+    """`acc + weight @ values`, weights as a sum of so many terms of the values' dtype."""
+    if V.widen:
+        acc = tl.dot(weight, values.to(tl.float32), acc, input_precision=V.precision)
+    else:
+        TERMS: tl.constexpr = V.terms
+        for _ in tl.static_range(TERMS):
+            term = weight.to(values.dtype)
+            acc = tl.dot(term, values, acc, input_precision=V.precision)
+            weight = weight - term.to(tl.float32)
+    return acc
+
+
 @triton.jit(do_not_specialize=_PER_STEP_ARGUMENTS, do_not_specialize_on_alignment=("mask_ptr",))
 def attend_kernel(
     out_ptr,  # [batch, q_tokens, q_heads, v_head_dim], written if not SPLIT
     lse_ptr,  # float32 [batch, q_heads, q_tokens], the same
-    part_ptr,  # float32, written if SPLIT: see `part_pointers`
+    part_ptr,  # float32, written if SPLIT: see `_part_pointers`
     query_ptr,
     keys_ptr,  # a plain pool, or uint8 records [num_blocks, kv_heads, nbytes]
     values_ptr,  # the same; the records once more
@@ -107,7 +147,7 @@ def attend_kernel(
     PADDED: tl.constexpr,
     SPLIT: tl.constexpr,
     SCORE: tl.constexpr,
-    ADD: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """Attend tokens `[start, length - back)` of every row.
 
@@ -124,8 +164,15 @@ def attend_kernel(
     BLOCK_SIZE: tl.constexpr = K.block_size
     D: tl.constexpr = K.padded
     E: tl.constexpr = V.padded
+    HIDDEN: tl.constexpr = 0 if RULES.mask == BOOL_MASK else -float("inf")
 
-    start, end, mask_start = stored_range(lengths_ptr, offsets_ptr, b, start, back, PADDED)
+    end = tl.load(lengths_ptr + b) - back
+    mask_start = start  # where column 0 of the mask would be stored, below 0 where the row begins later
+    if PADDED:
+        offset = tl.load(offsets_ptr + b)
+        end -= offset
+        mask_start -= offset
+        start = tl.maximum(mask_start, 0)
     m = first_m + tl.arange(0, M)
     query_index = m // GROUP
     q_head = h * GROUP + m % GROUP
@@ -134,7 +181,11 @@ def attend_kernel(
 
     first_query = end + query_shift + first_m // GROUP
     last_query = end + query_shift + tl.minimum((first_m + M - 1) // GROUP, q_tokens - 1)
-    low, high = tokens_in_sight(start, end, first_query, last_query, window, RULES)
+    low, high = start, end  # what any query may see
+    if RULES.window:
+        low = tl.maximum(low, first_query - window + 1)
+    if RULES.causal:
+        high = tl.minimum(high, last_query + 1)
     if COLUMNS:
         first_tile, end_tile = 0, columns_used * (BLOCK_SIZE // N)
     else:
@@ -193,11 +244,10 @@ def attend_kernel(
             block = -2 - block  # see `call.dense_entry`
         stored = (token >= low) & (token < tl.where(block >= 0, high, 0))
         mask_columns = (token - mask_start).to(tl.int64) * mask_stride_t
-        tile_mask = stored
         if RULES.mask != NO_MASK and not RULES.mask_rows:
             tile_mask = tl.load(mask_ptr + mask_columns, mask=stored, other=0)
             # What the mask hides from all is not read either.
-            stored = stored & (tile_mask != (0 if RULES.mask == BOOL_MASK else -float("inf")))
+            stored = stored & (tile_mask != HIDDEN)
         # The offsets of a tile stay the same from tile to tile, only where it begins is 64 bits wide.
         block = tl.maximum(block, 0).to(tl.int64)
         slot = first_token % BLOCK_SIZE
@@ -209,20 +259,21 @@ def attend_kernel(
         params_ptr = (block_ptr + K.params).to(tl.pointer_type(tl.float16))
         score = SCORE(query, codes_ptr, params_ptr, slot, n, stored, K) * row_scale[:, None]  # [M, N]
         if RULES.softcap:
-            score = soft_capped(score, softcap)
-        score, visible = masked_scores(
-            score,
-            is_query[:, None] & stored[None, :],
-            token,
-            position,
-            tile_mask,
-            mask_ptr,
-            mask_offsets,
-            mask_columns,
-            window,
-            RULES,
-        )
-        weight, row_max, row_sum, shrink = online_update(score, row_max, row_sum)
+            score = _soft_capped(score, softcap)
+        visible = is_query[:, None] & stored[None, :]
+        if RULES.causal:
+            visible = visible & (token[None, :] <= position[:, None])
+        if RULES.window:
+            visible = visible & (token[None, :] > position[:, None] - window)
+        if RULES.mask_rows:
+            mask = tl.load(mask_ptr + mask_offsets[:, None] + mask_columns[None, :], mask=visible, other=0)
+            visible = visible & (mask != HIDDEN)
+            if RULES.mask == ADDITIVE_MASK:
+                score = score + mask.to(tl.float32)
+        elif RULES.mask == ADDITIVE_MASK:
+            score = score + tile_mask.to(tl.float32)[None, :]
+        score = tl.where(visible, score, -float("inf"))
+        weight, row_max, row_sum, shrink = _online_update(score, row_max, row_sum)
 
         any_visible = stored
         if RULES.mask_rows:
@@ -230,50 +281,46 @@ def attend_kernel(
         block_ptr = values_ptr + block * v_strides[0]
         codes_ptr = block_ptr + (V.codes + slot * V.row)
         params_ptr = (block_ptr + V.params).to(tl.pointer_type(tl.float16))
-        acc, acc_zero = ADD(
-            acc,
-            acc_zero,
-            shrink,
-            weight,
-            any_visible,
-            codes_ptr,
-            params_ptr,
-            slot,
-            n,
-            stored,
-            V,
-        )
+        values, scales, zeros = VALUES(any_visible, codes_ptr, params_ptr, slot, n, stored, V)
+        if V.has_zeros:
+            acc_zero = acc_zero * shrink[:, None] + weight * zeros[None, :]
+        acc = _weighted_sum(acc * shrink[:, None], weight * scales[None, :], values, V)
     if V.has_zeros:
         acc += tl.sum(acc_zero, 1)[:, None]
 
+    e = tl.arange(0, E)
+    is_value = e[None, :] < V.dim
     if SPLIT:
         row = split.to(tl.int64) * part_rows + (b * Q_HEADS + q_head) * q_tokens + query_index  # [M]
-        store_part(part_ptr, acc, row_max, row_sum, row, is_query, splits, part_rows, V)
+        part_max_ptr, part_sum_ptr = _part_pointers(part_ptr, splits, part_rows, V.dim)
+        tl.store(part_max_ptr + row, row_max, mask=is_query)
+        tl.store(part_sum_ptr + row, row_sum, mask=is_query)
+        written = is_query & (row_sum != 0.0)
+        tl.store(part_ptr + row[:, None] * V.dim + e[None, :], acc, mask=written[:, None] & is_value)
     else:
         if V.steps > 0:
             acc = unrotate(acc, V.steps)
-        store_answer(
-            out_ptr,
-            lse_ptr,
-            sinks_ptr,
-            acc,
-            row_max,
-            row_sum,
-            b,
-            q_head,
-            query_index,
-            q_tokens,
-            is_query,
-            Q_HEADS,
-            V,
-            RULES,
-        )
+        if RULES.sinks:
+            sink = tl.load(sinks_ptr + q_head).to(tl.float32)
+            new_max = tl.maximum(row_max, sink)
+            shrink = tl.exp2((row_max - new_max) * LOG2E)
+            row_sum = row_sum * shrink + tl.exp2((sink - new_max) * LOG2E)
+            acc = acc * shrink[:, None]
+            row_max = new_max
+        nothing = row_sum == 0.0
+        out = acc / tl.where(nothing, 1.0, row_sum)[:, None]
+        lse = tl.where(nothing, -float("inf"), row_max + tl.log2(row_sum) / LOG2E)
+        out_row = (b.to(tl.int64) * q_tokens + query_index) * Q_HEADS + q_head
+        out_ptrs = out_ptr + out_row[:, None] * V.dim + e[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & is_value)
+        lse_row = (b * Q_HEADS + q_head).to(tl.int64) * q_tokens + query_index
+        tl.store(lse_ptr + lse_row, lse, mask=is_query)
 
 
 @triton.jit
 def _largest(part_ptr, splits, rows, row, largest, V_HEAD_DIM: tl.constexpr, S: tl.constexpr):
     """The largest maximum of a row's parts, and of what was given."""
-    part_max_ptr, _ = part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
+    part_max_ptr, _ = _part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
     for first in range(0, splits, S):
         s = first + tl.arange(0, S)
         part_max = tl.load(part_max_ptr + s * rows + row, mask=s < splits, other=-float("inf"))
@@ -284,7 +331,7 @@ def _largest(part_ptr, splits, rows, row, largest, V_HEAD_DIM: tl.constexpr, S: 
 @triton.jit
 def _summed(part_ptr, splits, rows, row, base, V_HEAD_DIM: tl.constexpr, E: tl.constexpr, S: tl.constexpr):
     """Sums of values `[E]` and of weights of a row's parts."""
-    part_max_ptr, part_sum_ptr = part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
+    part_max_ptr, part_sum_ptr = _part_pointers(part_ptr, splits, rows, V_HEAD_DIM)
     e = tl.arange(0, E)
     acc = tl.zeros([E], tl.float32)
     total = 0.0

@@ -20,6 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+WITH_ZEROS = ("int4_token", "int8_block")
+"""Codecs of V whose tokens have zeros apart from their values."""
+
 
 # In which order offsets are added decides on registers: loads of values and of bytes each have their best.
 @triton.jit
@@ -215,92 +218,55 @@ def score_int4_group(query, codes_ptr, params_ptr, slot, n, stored, K: tl.conste
     return _product(query, (keys * 0.5).to(K.dtype), K) * 2.0
 
 
-# Sums of values. Arguments of all `add_*`, besides those above:
-#   acc: `[M, E]` float32, what was summed before.
-#   acc_zero: `[M, N]` float32, weights times zeros, to be summed over tokens when all tiles are done, and
-#   added to all channels.
-#   shrink: `[M]`, what both have to be multiplied with.
-#   weight: `[M, N]`, what values are summed with.
+# Values. Arguments of all `values_*`, besides those of `score_*`:
 #   visible: `[N]`, whether any query of the tile sees a token; the same as `stored` if not V.has_hidden.
-# They return both.
+# They return what weights are summed with, `[N, E]`, and what weights are multiplied by before that, and what
+# is added times the weight to all channels, both `[N]`: the scales and zeros of tokens, 0 where not visible.
 
 
 @triton.jit
-def _add(acc, shrink, weight, values, V: tl.constexpr):
-    """`acc * shrink + weight @ values`, weights as a sum of so many terms of the values' dtype."""
-    acc = acc * shrink[:, None]
-    if V.widen:
-        acc = tl.dot(weight, values.to(tl.float32), acc, input_precision=V.precision)
-    else:
-        TERMS: tl.constexpr = V.terms
-        for _ in tl.static_range(TERMS):
-            term = weight.to(values.dtype)
-            acc = tl.dot(term, values, acc, input_precision=V.precision)
-            weight = weight - term.to(tl.float32)
-    return acc
-
-
-@triton.jit
-def add_plain(
-    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
-):
+def values_plain(visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
     """The model's dtype."""
     values = _load_plain(codes_ptr, n, stored, V)
     if V.has_hidden:
         # A weight of 0 does not silence a NaN.
         values = tl.where(visible[:, None], values, 0.0)
-    return _add(acc, shrink, weight, values, V), acc_zero
+    return values, tl.full([n.shape[0]], 1.0, tl.float32), 0.0
 
 
 @triton.jit
-def add_int8_token(
-    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
-):
+def values_int8_token(visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
     """Rotated int8, a scale a token."""
-    values = _signed(_load_words(codes_ptr, n, stored, V.row, acc.shape[1]), V.dtype)
-    scale = tl.where(visible, _param(params_ptr + slot, n, stored), 0.0)
-    return _add(acc, shrink, weight * scale[None, :], values, V), acc_zero
+    values = _signed(_load_words(codes_ptr, n, stored, V.row, V.padded), V.dtype)
+    return values, tl.where(visible, _param(params_ptr + slot, n, stored), 0.0), 0.0
 
 
 @triton.jit
-def add_fp8_token(
-    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
-):
+def values_fp8_token(visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
     """e4m3, a scale a token."""
-    values = _fp8(_load_words(codes_ptr, n, stored, V.row, acc.shape[1]), V.dtype)
-    scale = tl.where(visible, _param(params_ptr + slot, n, stored) * FP8_UNIT, 0.0)
-    return _add(acc, shrink, weight * scale[None, :], values, V), acc_zero
+    values = _fp8(_load_words(codes_ptr, n, stored, V.row, V.padded), V.dtype)
+    return values, tl.where(visible, _param(params_ptr + slot, n, stored) * FP8_UNIT, 0.0), 0.0
 
 
 @triton.jit
-def add_int4_token(
-    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
-):
+def values_int4_token(visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
     """Rotated nibbles, a scale and a zero a token."""
     values = _widened(_load_nibbles(codes_ptr, n, stored, V), 0.0, V.dtype)
     scale = tl.where(visible, _param(params_ptr + slot, n, stored), 0.0)
-    zero = tl.where(visible, _param(params_ptr + V.block_size + slot, n, stored), 0.0)
-    acc_zero = acc_zero * shrink[:, None] + weight * zero[None, :]
-    return _add(acc, shrink, weight * scale[None, :], values, V), acc_zero
+    return values, scale, tl.where(visible, _param(params_ptr + V.block_size + slot, n, stored), 0.0)
 
 
 @triton.jit
-def add_int8_block(
-    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
-):
+def values_int8_block(visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
     """Bytes, a scale and a zero a block."""
-    values = _widened(_load_words(codes_ptr, n, stored, V.row, acc.shape[1]), 0.0, V.dtype)
+    values = _widened(_load_words(codes_ptr, n, stored, V.row, V.padded), 0.0, V.dtype)
     scale = tl.where(visible, tl.load(params_ptr).to(tl.float32), 0.0)
-    zero = tl.where(visible, tl.load(params_ptr + 1).to(tl.float32), 0.0)
-    acc_zero = acc_zero * shrink[:, None] + weight * zero[None, :]
-    return _add(acc, shrink, weight * scale[None, :], values, V), acc_zero
+    return values, scale, tl.where(visible, tl.load(params_ptr + 1).to(tl.float32), 0.0)
 
 
 @triton.jit
-def add_int4_group(
-    acc, acc_zero, shrink, weight, visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr
-):
+def values_int4_group(visible, codes_ptr, params_ptr, slot, n, stored, V: tl.constexpr):
     """Nibbles, a scale and a zero a group of a token."""
     values = _load_groups(codes_ptr, params_ptr, slot, n, stored, V)
     values = tl.where(visible[:, None], values * 0.5, 0.0).to(V.dtype)
-    return _add(acc, shrink, weight * 2.0, values, V), acc_zero
+    return values, tl.full([n.shape[0]], 2.0, tl.float32), 0.0

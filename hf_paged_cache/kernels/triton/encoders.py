@@ -5,7 +5,7 @@ Steps are those of `formats`, in the same order. Arguments of all `store_*`:
   keep: `[R]`, rows to store.
   codes_ptr, params_ptr: where codes and parameters of the record begin; `[R]` where rows lie in several.
   slot: of the row in its block; `[R]` where rows differ.
-  scale, zero: of the block, from the `block_params_*` of the format; others ignore them.
+  scale, zero: of the block, from the `block_params_*` of codecs that have one; others ignore them.
   SIDE: a `variants.Side`.
 """
 
@@ -189,12 +189,6 @@ def store_int8_block(x, keep, codes_ptr, params_ptr, slot, scale, zero, SIDE: tl
 
 # Parameters of whole blocks: from the smallest and the largest values `[R, D]` among every R-th token,
 # infinite beyond the head dim. They store scale and zero and return them `[1, D]` or `[1, 1]`.
-
-
-@triton.jit
-def block_params_none(smallest, largest, params_ptr, DIM: tl.constexpr):
-    """Of formats whose tokens have parameters of their own."""
-    return 0.0, 0.0
 
 
 @triton.jit

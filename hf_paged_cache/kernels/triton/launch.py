@@ -24,23 +24,14 @@ from hf_paged_cache.kernels.call import Attention, LayerBlocks
 from .attend import attend_kernel, merge_kernel
 from .move import copy_kernel, encode_kernel, write_kernel
 from .question import Question, last_contiguous, mask_of, on, processors
-from .tiles import DECODE_QUERIES, Tile, choose_splits, splits_of
-from .variants import (
-    Layout,
-    PlainLayout,
-    copy_constants,
-    encode_constants,
-    is_new,
-    merge_constants,
-    started,
-    write_constants,
-)
+from .tiles import DECODE_QUERIES, choose_splits, splits_of
+from .variants import Layout, PlainLayout, encode_constants, is_new, merge_constants, started, write_constants
 
 if TYPE_CHECKING:
     from hf_paged_cache.formats import RecordFormat
 
-_DENSE_BLOCK_SIZE = 1 << 30
-"""Dense K and V are read as one block a row, which no row outgrows."""
+_DENSE_BLOCK_SIZE = 1 << 30  # dense K and V are read as one block a row, which no row outgrows
+_COPY_ELEMENTS = 4096
 
 
 def write(
@@ -53,12 +44,8 @@ def write(
 ) -> None:
     """Store new tokens at the end of every row; those of records only if the format is per token.
 
-    Args:
-        blocks: Changed in place.
-        lengths: int32 `[batch]`: tokens of each row, the new ones included.
-        new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
-        new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
-        dense: Whether some of the tokens may belong to residual blocks, where the layer is quantized.
+    Shapes are as in `Backend.write`. `lengths`, int32 `[batch]`, are the tokens of each row, the new ones
+    included; `dense` says whether some of them may belong to residual blocks of a quantized layer.
     """
     batch, kv_heads, new_tokens, _ = new_keys.shape
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
@@ -74,7 +61,8 @@ def write(
     )
     with on(table.device):
         if layout is not None and dense and is_new((layout, keys.dtype, "seal")):
-            _seal(layout, records, keys, values, lengths, lengths, compile_only=True)
+            pools = records[:, None], keys[:, None], values[:, None]
+            seal(layout, *pools, lengths, lengths, compile_only=True)
         write_kernel[(new_tokens, batch, -(-kv_heads // constants["H"]))](
             keys if dense else new_keys,
             values if dense else new_values,
@@ -101,15 +89,7 @@ def write(
 def encode(
     blocks: LayerBlocks, layout: RecordFormat, new_keys: torch.Tensor, new_values: torch.Tensor, start: int
 ) -> None:
-    """Encode the new tokens that fill whole blocks; residual blocks are passed over.
-
-    Args:
-        blocks: Changed in place.
-        layout: What the bytes of the records mean.
-        new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
-        new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
-        start: Column of the first new token.
-    """
+    """Encode the new tokens that fill whole blocks, as `Backend.write`; residual blocks are passed over."""
     records, table, offsets, fault = blocks.records, blocks.table, blocks.offsets, blocks.fault
     assert records is not None, "a quantized layer has records"
     new_keys, new_values = last_contiguous(new_keys), last_contiguous(new_values)
@@ -142,67 +122,32 @@ def seal(
     values: torch.Tensor,
     slots: torch.Tensor,
     ids: torch.Tensor,
-) -> None:
-    """Encode blocks of a pool, all layers at once: `records[ids[i]]` becomes what `keys[slots[i]]` holds.
-
-    Args:
-        layout: What the bytes of the records mean.
-        records: uint8 `[num_blocks, layers, kv_heads, nbytes]`, changed in place.
-        keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
-        values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
-        slots: int32 `[blocks]`.
-        ids: int32 `[blocks]`.
-    """
-    heads = records.shape[1] * records.shape[2]
-    flat = records.view(records.shape[0], heads, records.shape[3])
-    keys, values = (x.view(x.shape[0], heads, *x.shape[3:]) for x in (keys, values))
-    with on(records.device):
-        _seal(layout, flat, keys, values, slots, ids, compile_only=False)
-
-
-def _seal(
-    layout: RecordFormat,
-    records: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    ids: torch.Tensor,
     *,
-    compile_only: bool,
+    compile_only: bool = False,
 ) -> None:
-    """As `seal`, with layers and heads in one dimension; a single layer has the same strides."""
-    strides = records.stride()[:2], keys.stride()[:3], values.stride()[:3]
-    started(encode_kernel, (len(ids), records.shape[1], 1), compile_only=compile_only)(
-        *(records, keys, values, ids, slots, ids, ids),
-        *strides,
-        *(0, 0, 0, 0),  # what is asked of new tokens
-        PADDED=False,
-        **encode_constants(layout=layout, seal=True, check=False),
-    )
+    """Encode blocks of a pool, as `Backend.encode_blocks`; `slots` and `ids` are int32 `[blocks]`."""
+    heads = records.shape[1] * records.shape[2]
+    records, keys, values = (x.view(x.shape[0], heads, *x.shape[3:]) for x in (records, keys, values))
+    with on(records.device):
+        started(encode_kernel, (len(ids), heads, 1), compile_only=compile_only)(
+            *(records, keys, values, ids, slots, ids, ids),
+            *(records.stride()[:2], keys.stride()[:3], values.stride()[:3]),
+            *(0, 0, 0, 0),  # what is asked of new tokens
+            PADDED=False,
+            **encode_constants(layout=layout, seal=True, check=False),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pass:
-    """A launch of `attend_kernel`: over records or a plain pool, or over residual blocks.
+    """A launch of `attend_kernel`: over records or a plain pool, or over residual blocks."""
 
-    Attributes:
-        keys: What holds K.
-        values: The same for V.
-        constants: Compile-time arguments.
-        tile: What they are for.
-        programs: Programs without splits.
-        splits: Programs that share a row's tokens; 0 where the pass has nothing to attend.
-        columns: int32 `[batch or 1, columns]`, of each row the only columns of the table to attend, -1 past
-            the last: entries of residual blocks, see `dense_entry`; others are passed over.
-    """
-
-    keys: torch.Tensor
+    keys: torch.Tensor  # what holds K
     values: torch.Tensor
     constants: dict[str, Any]
-    tile: Tile
-    programs: int
-    splits: int
-    columns: torch.Tensor | None = None
+    programs: int  # without splits
+    splits: int  # programs that share a row's tokens; 0 where the pass has nothing to attend
+    columns: torch.Tensor | None = None  # see `_on_device`; the only columns of the table to attend
 
 
 def attend(
@@ -223,18 +168,15 @@ def attend(
             may have more columns than there are tokens.
         lengths: int32 `[batch]`: columns of each row, those before it begins included.
         back: Columns at the end of each row that are left out.
-        dense_columns: Of every row, or once for all, the columns of residual blocks in the table; others
-            among them do no harm.
+        dense_columns: As in `LayerBlocks`; empty if no residual block is attended.
         block_size: Tokens per block where that is not what the keys' shape says.
         splits: Programs that share a row's tokens, where another number than the best is wanted.
 
     Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]` in the query's dtype; float32 `[batch, q_heads, q_tokens]`,
-        the natural log of the denominators, sinks included.
+        As `Backend.decode`, the log-sum-exp always.
     """
     query = last_contiguous(a.query)
-    mask, mask_rows = mask_of(a.mask, *query.shape[:3])
-    q = Question(blocks, a, query, mask, mask_rows, lengths, back)
+    q = Question(blocks, a, query, *mask_of(a.mask, *query.shape[:3]), lengths, back)
     layout: Layout = blocks.layout or _plain(blocks, block_size)
     with on(query.device):
         out, lse = q.answers(layout.v_head_dim)
@@ -249,13 +191,14 @@ def attend(
                 if ahead or each.splits:
                     _attend_pass(q, each, out, lse, part, as_part=ahead or is_merged, compile_only=ahead)
             if ahead or is_merged:
-                started(merge_kernel, q.merge_grid, compile_only=ahead)(
+                batch, q_heads, q_tokens, _ = query.shape
+                started(merge_kernel, (q_heads * q_tokens, batch), compile_only=ahead)(
                     *(out, lse, parts[0], parts[-1]),
                     lse if a.sinks is None else a.sinks,
-                    query.shape[2],
+                    q_tokens,
                     counts[0],
                     sum(counts[1:]),
-                    **merge_constants(q_heads=query.shape[1], layout=layout, sinks=a.sinks is not None),
+                    **merge_constants(q_heads=q_heads, layout=layout, sinks=a.sinks is not None),
                 )
     return out.to(query.dtype), lse
 
@@ -264,33 +207,33 @@ def _main_pass(
     q: Question, layout: Layout, dense_columns: tuple[tuple[int, ...], ...], splits: int | None
 ) -> _Pass:
     """Over what is not in `dense_columns`."""
-    blocks = q.blocks
-    constants, tile = q.constants(layout)
-    programs = q.programs(tile)
+    blocks, a = q.blocks, q.a
+    constants, programs = q.constants(layout)
     # Where rows begin later they have fewer columns than these; to try them for records does no harm.
-    reached = set(range(q.a.start // layout.block_size, -(-q.a.end // layout.block_size)))
+    reached = set(range(a.start // layout.block_size, -(-a.end // layout.block_size)))
     if reached and any(dense_columns) and all(reached.issubset(row) for row in dense_columns):
         splits = 0
     elif splits is None:
-        splits = choose_splits(programs, q.tokens_in_reach, processors(q.query.device))
+        tokens = a.end - a.start
+        in_reach = tokens if a.window is None else min(tokens, a.window + q.query.shape[2])
+        splits = choose_splits(programs, in_reach, processors(q.query.device))
     keys, values = (blocks.keys, blocks.values) if blocks.records is None else (blocks.records,) * 2
-    return _Pass(keys, values, constants, tile, programs, splits)
+    return _Pass(keys, values, constants, programs, splits)
 
 
 def _dense_pass(q: Question, dense_columns: tuple[tuple[int, ...], ...]) -> _Pass:
     """Over the residual blocks of a quantized layer."""
     blocks = q.blocks
-    constants, tile = q.constants(_plain(blocks))
     splits = splits_of(max(map(len, dense_columns)) * blocks.block_size)
     columns = _on_device(q.query.device, dense_columns)
-    return _Pass(blocks.keys, blocks.values, constants, tile, q.programs(tile), splits, columns)
+    return _Pass(blocks.keys, blocks.values, *q.constants(_plain(blocks)), splits, columns)
 
 
 def _is_first(passes: list[_Pass], is_merged: bool) -> bool:
     """Whether such a decode step is met for the first time, and later ones will be launched as parts."""
     main = passes[0]
     will_be_part = main.splits == 0 or not is_merged
-    return main.tile.queries == DECODE_QUERIES and will_be_part and is_new((id(main.constants), "part"))
+    return main.constants["M"] == DECODE_QUERIES and will_be_part and is_new((id(main.constants), "part"))
 
 
 def _attend_pass(
@@ -304,7 +247,7 @@ def _attend_pass(
     compile_only: bool,
 ) -> None:
     """Launch `attend_kernel` on the current device; it writes `part`, or `out` and `lse` if it is all."""
-    blocks, columns = q.blocks, each.columns
+    blocks, a, columns, q_tokens = q.blocks, q.a, each.columns, q.query.shape[2]
     started(attend_kernel, (each.programs * each.splits,), compile_only=compile_only)(
         out,
         lse,
@@ -316,7 +259,7 @@ def _attend_pass(
         q.lengths,
         q.lengths if blocks.offsets is None else blocks.offsets,
         lse if q.mask is None else q.mask,
-        lse if q.a.sinks is None else q.a.sinks,
+        lse if a.sinks is None else a.sinks,
         blocks.table if columns is None else columns,
         q.query.stride()[:3],
         each.keys.stride()[:2],
@@ -325,7 +268,16 @@ def _attend_pass(
         blocks.table.shape[1],
         0 if columns is None or columns.shape[0] == 1 else columns.stride(0),
         0 if columns is None else columns.shape[1],
-        *q.numbers(each.splits),
+        *((0, 0, 0, 0) if q.mask is None else q.mask.stride()),
+        q_tokens,
+        each.splits,
+        q.rows,
+        a.start,
+        q.back,
+        -q_tokens if a.queries_are_last else 0,
+        a.window or 0,
+        a.scale,
+        a.softcap or 0.0,
         COLUMNS=columns is not None,
         PADDED=blocks.offsets is not None,
         SPLIT=as_part,
@@ -343,10 +295,9 @@ def attend_dense(a: Attention, keys: torch.Tensor, values: torch.Tensor) -> tupl
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     """Copy whole blocks inside a contiguous pool; no block is both in `src` and in `dst`."""
     ids = device_ids([src, dst], pool.device)
-    constants = copy_constants()
     with on(pool.device):
-        copy_kernel[(len(src), -(-pool.stride(0) // constants["CHUNK"]))](
-            pool, ids[0], ids[1], pool.stride(0), **constants
+        copy_kernel[(len(src), -(-pool.stride(0) // _COPY_ELEMENTS))](
+            pool, ids[0], ids[1], pool.stride(0), CHUNK=_COPY_ELEMENTS
         )
 
 
@@ -365,7 +316,7 @@ def _plain(blocks: LayerBlocks, block_size: int | None = None) -> PlainLayout:
 
 @lru_cache(maxsize=64)
 def _on_device(device: torch.device, columns: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """int32 `[rows, columns]` on a device, -1 past the last of a row.
+    """int32 `[batch or 1, columns]` on a device, -1 past the last of a row.
 
     They are the same for all layers, and where rows begin alike for as many steps as a block has tokens.
     """

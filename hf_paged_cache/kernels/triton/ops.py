@@ -2,8 +2,9 @@
 
 Each is one opaque call there. Steps that are not traced launch kernels without this detour.
 
-They take whole pools and a layer's place in them. Slices of a pool would reach the compiler as inputs that
-share memory and are written to, which it answers with copies.
+They take whole pools, `[num_blocks, layers, kv_heads, block_size, head_dim]`, and a layer's place in them.
+Slices of a pool would reach the compiler as inputs that share memory and are written to, which it answers
+with copies. Tables and lengths are those of `StaticBlocks`, all else is as in `Backend`.
 """
 
 # No `from __future__ import annotations` here: the schemas are read from the annotations.
@@ -26,17 +27,7 @@ def write(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
 ) -> None:
-    """Store new tokens at the end of every row of one layer.
-
-    Args:
-        keys: `[num_blocks, layers, kv_heads, block_size, head_dim]`, changed in place.
-        values: `[num_blocks, layers, kv_heads, block_size, v_head_dim]`, changed in place.
-        layer: Place in the second dimension.
-        table: int32 `[batch, columns]`.
-        lengths: int32 `[batch]`: tokens of each row, the new ones included.
-        new_keys: `[batch, kv_heads, new_tokens, head_dim]`.
-        new_values: `[batch, kv_heads, new_tokens, v_head_dim]`.
-    """
+    """Store new tokens at the end of every row of one layer; `lengths` count them already."""
     launch.write(LayerBlocks(keys[:, layer], values[:, layer], table), lengths, new_keys, new_values)
 
 
@@ -62,23 +53,7 @@ def attend(
 ) -> torch.Tensor:
     """Attend all stored tokens of every row of one layer; the queries are the newest of them.
 
-    Args:
-        query: `[batch, q_heads, q_tokens, head_dim]`.
-        keys: `[num_blocks, layers, kv_heads, block_size, head_dim]`.
-        values: `[num_blocks, layers, kv_heads, block_size, v_head_dim]`.
-        layer: Place in the second dimension.
-        table: int32 `[batch, columns]`.
-        lengths: int32 `[batch]`: tokens of each row.
-        scale: Factor on q·k.
-        mask: None, or broadcastable to `[batch, q_heads, q_tokens, columns * block_size]`, boolean or
-            additive.
-        causal: Query i sees stored positions <= its own.
-        window: None, or query at position p sees only positions > p - window.
-        softcap: None, or c: score = c * tanh(score / c).
-        sinks: None, or `[q_heads]`: a logit per head in the denominator only.
-
-    Returns:
-        `[batch, q_tokens, q_heads, v_head_dim]`.
+    The mask is over `columns * block_size` tokens, as many as the table has room for.
     """
     tokens = table.shape[1] * keys.shape[3]
     a = Attention(query, 0, tokens, scale, mask, causal, window, softcap, sinks)
@@ -96,18 +71,7 @@ def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any)
 def gather(
     keys: torch.Tensor, values: torch.Tensor, layer: int, table: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All slots of every row of one layer as dense tensors, zeros where nothing is stored.
-
-    Args:
-        keys: `[num_blocks, layers, kv_heads, block_size, head_dim]`.
-        values: `[num_blocks, layers, kv_heads, block_size, v_head_dim]`.
-        layer: Place in the second dimension.
-        table: int32 `[batch, columns]`.
-        lengths: int32 `[batch]`: tokens of each row.
-
-    Returns:
-        K `[batch, kv_heads, columns * block_size, head_dim]` and V `[..., v_head_dim]`.
-    """
+    """All slots of every row of one layer, as `dispatch.gather`; zeros where nothing is stored."""
     tokens = table.shape[1] * keys.shape[3]
     stored = torch.arange(tokens, device=table.device) < lengths[:, None]
     stored &= (table >= 0).repeat_interleave(keys.shape[3], dim=1)

@@ -12,17 +12,14 @@ from hf_paged_cache.kernels.call import Attention, LayerBlocks
 from . import launch
 
 _BLOCK_SIZE, _HEADS, _DIM, _TOKENS = 16, 2, 16, 20
-_TOLERANCE = 1e-2
-"""RMS ratio to the reference, which has the same bfloat16 to read."""
+_TOLERANCE = 1e-2  # RMS ratio to the reference, which has the same bfloat16 to read
 
 
 def failure(device: torch.device) -> str | None:
     """None if a write and an attention over two blocks give the reference's answer, otherwise a sentence.
 
-    Compiles two small kernels, which Triton then finds in its folder, and waits for the device.
-
-    Raises:
-        Exception: Whatever Triton, its compilers or the device raise.
+    Compiles two small kernels, which Triton then finds in its folder, and waits for the device. Raises
+    whatever Triton, its compilers or the device raise.
     """
     g = torch.Generator().manual_seed(0)
     keys, values, query = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,86 +15,49 @@ from .variants import INTERPRETED, Layout, Rules, attend_constants, mask_kind
 if TYPE_CHECKING:
     from hf_paged_cache.kernels.call import Attention, LayerBlocks
 
-    from .tiles import Tile
-
 _INTERPRETED_PROCESSORS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """What one call of `launch.attend` asks, the same for all launches that answer it.
+    """What one call of `launch.attend` asks, the same for all launches that answer it."""
 
-    Attributes:
-        blocks: Whose table and offsets are read.
-        a: What is asked of them.
-        query: Of `a`, last dimension contiguous.
-        mask: None, or what `mask_of` returns.
-        mask_rows: The same.
-        lengths: int32 `[batch]`, columns of each row, those before it begins included.
-        back: Columns at the end of each row that are left out.
-    """
-
-    blocks: LayerBlocks
+    blocks: LayerBlocks  # whose table and offsets are read
     a: Attention
-    query: torch.Tensor
-    mask: torch.Tensor | None
+    query: torch.Tensor  # of `a`, last dimension contiguous
+    mask: torch.Tensor | None  # what `mask_of` returns, as the next
     mask_rows: bool
-    lengths: torch.Tensor
-    back: int
+    lengths: torch.Tensor  # int32 `[batch]`, columns of each row, those before it begins included
+    back: int  # columns at the end of each row that are left out
 
-    def constants(self, layout: Layout) -> tuple[dict[str, Any], Tile]:
-        """Compile-time arguments of `attend_kernel`; the device must be the current one."""
-        _, q_heads, q_tokens, _ = self.query.shape
-        kv_heads = self.blocks.keys.shape[1]
-        return attend_constants(
+    @property
+    def rows(self) -> int:
+        """Queries of all heads."""
+        return prod(self.query.shape[:3])
+
+    def constants(self, layout: Layout) -> tuple[dict[str, Any], int]:
+        """Compile-time arguments of `attend_kernel` on the current device, and programs without splits."""
+        batch, q_heads, q_tokens, _ = self.query.shape
+        kv_heads, a = self.blocks.keys.shape[1], self.a
+        group = q_heads // kv_heads
+        rules = Rules(
+            causal=a.causal,
+            window=a.window is not None,
+            softcap=a.softcap is not None,
+            sinks=a.sinks is not None,
+            mask=mask_kind(self.mask),
+            mask_rows=self.mask_rows,
+        )
+        constants = attend_constants(
             device=self.query.device,
             dtype=self.query.dtype,
             layout=layout,
-            queries=q_tokens * (q_heads // kv_heads),
+            queries=q_tokens * group,
             kv_heads=kv_heads,
-            group=q_heads // kv_heads,
-            rules=Rules(
-                causal=self.a.causal,
-                window=self.a.window is not None,
-                softcap=self.a.softcap is not None,
-                sinks=self.a.sinks is not None,
-                mask=mask_kind(self.mask),
-                mask_rows=self.mask_rows,
-            ),
+            group=group,
+            rules=rules,
         )
-
-    def programs(self, tile: Tile) -> int:
-        """Programs without splits."""
-        batch, q_heads, q_tokens, _ = self.query.shape
-        kv_heads = self.blocks.keys.shape[1]
-        return batch * kv_heads * -(-q_tokens * (q_heads // kv_heads) // tile.queries)
-
-    @property
-    def tokens_in_reach(self) -> int:
-        """The most tokens of a row that are attended."""
-        tokens = self.a.end - self.a.start
-        return tokens if self.a.window is None else min(tokens, self.a.window + self.query.shape[2])
-
-    def numbers(self, splits: int) -> tuple[Any, ...]:
-        """Arguments at the end of those of `attend_kernel`, from the mask's strides on."""
-        batch, q_heads, q_tokens, _ = self.query.shape
-        return (
-            *((0, 0, 0, 0) if self.mask is None else self.mask.stride()),
-            q_tokens,
-            splits,
-            batch * q_heads * q_tokens,
-            self.a.start,
-            self.back,
-            -q_tokens if self.a.queries_are_last else 0,
-            self.a.window or 0,
-            self.a.scale,
-            self.a.softcap or 0.0,
-        )
-
-    @property
-    def merge_grid(self) -> tuple[int, int]:
-        """Programs of a merge."""
-        return self.query.shape[1] * self.query.shape[2], self.query.shape[0]
+        return constants, batch * kv_heads * -(-q_tokens * group // constants["M"])
 
     def answers(self, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the output and the log-sum-exp."""
@@ -106,10 +70,8 @@ class Question:
         )
 
     def scratch(self, splits: int, v_head_dim: int) -> torch.Tensor:
-        """Memory for what splits leave: see `softmax_steps.part_pointers`."""
-        batch, q_heads, q_tokens, _ = self.query.shape
-        rows = splits * batch * q_heads * q_tokens
-        return self.query.new_empty(rows * (v_head_dim + 2), dtype=torch.float32)
+        """Memory for what splits leave: see `attend._part_pointers`."""
+        return self.query.new_empty(splits * self.rows * (v_head_dim + 2), dtype=torch.float32)
 
 
 def mask_of(

@@ -5,52 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+# Beyond it a tile of keys or the sums of a tile of queries no longer fit registers and shared memory.
 MAX_HEAD_DIM = 256
-"""Beyond it a tile of keys or the sums of a tile of queries no longer fit registers and shared memory."""
-
-DECODE_QUERIES = 16
-"""Rows of the smallest tile, which decode steps have: matrix units want at least as many."""
-
+DECODE_QUERIES = 16  # rows of the smallest tile, of decode steps: matrix units want at least as many
 Generation = Literal["ampere", "hopper", "amd"]
 """Kinds of devices that want different tiles: NVIDIA with the shared memory of an A100 or less, which newer
 small ones are too (sm_120), with that of an H100, and AMD."""
 
-HOPPER_SHARED_BYTES = 200 << 10
-"""From that much for one program on: devices have 99, 163 or 227 KiB."""
+HOPPER_SHARED_BYTES = 200 << 10  # from that much for one program on: devices have 99, 163 or 227 KiB
 
-_TILE_BYTES = 32 << 10
-"""K and V of one tile of tokens. Less, and the reductions over a tile take longer than its bytes."""
+_TILE_BYTES = 32 << 10  # K and V of one tile of tokens; less, and its reductions take longer than its bytes
+# K and V of all tiles that a program holds: half of that is always in flight, which for two programs keeps
+# the memory of a large device busy, and one of them still fits the 99 KiB of a small one.
 _BUFFER_BYTES = 64 << 10
-"""K and V of all tiles that a program holds: half of that is always in flight, which for two programs keeps
-the memory of a large device busy, and one of them still fits the 99 KiB of a small one."""
 _MOST_BUFFERS = 6
-_RECORD_BUFFER_BYTES = 32 << 10
-"""The same for codes: what they become takes its place beside them."""
+_RECORD_BUFFER_BYTES = 32 << 10  # the same for codes: what they become takes its place beside them
 _PROGRAMS_PER_PROCESSOR = 2
-_SPLIT_TOKENS = 256
-"""Fewer tokens than that are not worth a program and a share of the merge."""
-_WHOLE_TOKENS = 512
-"""Up to so many tokens splitting saves less than launching the merge costs."""
+_SPLIT_TOKENS = 256  # fewer are not worth a program and a share of the merge
+_WHOLE_TOKENS = 512  # up to so many, splitting saves less than launching the merge costs
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program of the attention kernel works on.
+    """What one program of the attention kernel works on."""
 
-    Attributes:
-        queries: Rows of the tile: query tokens times the head group, padded (`M`).
-        tokens: Stored tokens read at one time; they lie in one block (`N`).
-        warps: Warps of 32 threads.
-        stages: Tiles of tokens in flight, the one that is being worked on counted twice.
-        precision: How float32 is multiplied: "ieee", or "tf32x3" for three products on the matrix units,
-            which lose the last two bits or so.
-    """
-
-    queries: int
-    tokens: int
+    queries: int  # rows of the tile: query tokens times the head group, padded (`M`)
+    tokens: int  # stored tokens read at one time; they lie in one block (`N`)
     warps: int
-    stages: int
-    precision: str = "ieee"
+    stages: int  # tiles of tokens in flight, the one that is being worked on counted twice
+    precision: str = (
+        "ieee"  # of float32; "tf32x3": three products on matrix units, less the last two bits or so
+    )
 
     @property
     def min_tiles(self) -> int:
@@ -125,13 +110,10 @@ def choose_tile(
 
 
 def choose_splits(programs: int, tokens: int, processors: int) -> int:
-    """Programs that share the tokens of a row (`splits` of Flash-Decoding).
+    """Programs that share the tokens of the longest row (`splits` of Flash-Decoding).
 
-    Args:
-        programs: Programs without any split: rows x kv heads x tiles of queries.
-        tokens: Tokens of the longest row. Taken up to a power of two, so that grids keep their shape while
-            rows grow within that class.
-        processors: Multiprocessors of the device.
+    Without splits there are so many `programs`: rows x kv heads x tiles of queries. Tokens are taken up to a
+    power of two, so that grids keep their shape while rows grow within that class.
     """
     if tokens <= _WHOLE_TOKENS:
         return 1

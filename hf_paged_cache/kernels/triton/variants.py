@@ -19,13 +19,12 @@ from hf_paged_cache.formats import Codec, RecordFormat
 from hf_paged_cache.formats.rotation import part_size
 
 from . import decoders, encoders
-from .softmax_steps import ADDITIVE_MASK, BOOL_MASK, NO_MASK
+from .attend import ADDITIVE_MASK, BOOL_MASK, NO_MASK
 from .tiles import HOPPER_SHARED_BYTES, Generation, Tile, choose_tile, padded, power_of_two
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in Triton's interpreter, on the CPU."""
 
-_COPY_ELEMENTS = 4096
 _WRITE_ELEMENTS, _ENCODED_WRITE_ELEMENTS = 4096, 2048
 _WRITE_ELEMENTS_PER_THREAD = 8
 _ENCODE_ELEMENTS = 4096
@@ -38,20 +37,12 @@ _COMMON_OPTIONS = {"enable_fp_fusion": True}
 
 @dataclass(frozen=True, slots=True)
 class PlainLayout:
-    """Blocks that hold K and V in the model's dtype, as `RecordFormat` says what quantized ones hold.
-
-    Attributes:
-        block_size: Tokens per block.
-        head_dim: Of K.
-        v_head_dim: Of V.
-        k_row: Elements from one token to the next in a block of K.
-        v_row: The same in V.
-    """
+    """Blocks that hold K and V in the model's dtype, as `RecordFormat` says what quantized ones hold."""
 
     block_size: int
     head_dim: int
     v_head_dim: int
-    k_row: int
+    k_row: int  # elements from one token to the next in a block of K
     v_row: int
 
 
@@ -60,42 +51,23 @@ Layout = PlainLayout | RecordFormat
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """K or V as a kernel is compiled for it. Kernels that only write do without what stands last.
-
-    Attributes:
-        block_size: Tokens per block.
-        dim: Head dim.
-        row: From one token to the next: elements of a plain pool, bytes of codes.
-        codes: Bytes from the record's beginning to the codes; 0 without records.
-        params: The same to the parameters.
-        steps: Of the rotation, 0 if there is none.
-        group_size: Channels that share parameters, in codecs with groups.
-        is_per_token: Whether tokens have parameters of their own.
-        dtype: What codes become; None without records.
-        terms: Of that dtype that make a weight.
-        has_zeros: Whether the codec leaves zeros in `acc_zero`.
-        has_hidden: Whether stored tokens may be hidden from all queries of a tile by a mask that differs
-            between them; without records.
-        has_units: Whether queries are brought between 1 and 2, because `dtype` may not hold them.
-        precision: As in `Tile`.
-        widen: Multiply in float32: the interpreter cannot multiply bfloat16, and cuts where a device rounds.
-    """
+    """K or V as a kernel is compiled for it. Kernels that only write do without what stands last."""
 
     block_size: int
     dim: int
-    row: int
-    codes: int = 0
-    params: int = 0
-    steps: int = 0
+    row: int  # from one token to the next: elements of a plain pool, bytes of codes
+    codes: int = 0  # bytes from the record's beginning to the codes; 0 without records
+    params: int = 0  # the same to the parameters
+    steps: int = 0  # of the rotation, 0 if there is none
     group_size: int = 1
     is_per_token: bool = True
-    dtype: Any = None
-    terms: int = 1
-    has_zeros: bool = False
-    has_hidden: bool = False
-    has_units: bool = False
-    precision: str = "ieee"
-    widen: bool = False
+    dtype: Any = None  # what codes become; None without records
+    terms: int = 1  # of that dtype that make a weight
+    has_zeros: bool = False  # whether tokens have zeros apart from their values
+    has_hidden: bool = False  # without records: a mask that differs between queries may hide a token from all
+    has_units: bool = False  # whether queries are brought between 1 and 2, because `dtype` may not hold them
+    precision: str = "ieee"  # as in `Tile`
+    widen: bool = False  # to float32: the interpreter cannot multiply bfloat16, and cuts where others round
 
     @property
     def padded(self) -> int:
@@ -105,53 +77,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which tokens a query sees, and how, as the attention kernel is compiled for it.
-
-    Attributes:
-        causal: As in `Attention`, here and below whether there is such a thing.
-        window: Sliding window.
-        softcap: Soft-capped scores.
-        sinks: Attention sinks.
-        mask: What `mask_kind` says.
-        mask_rows: The mask differs between the queries of a tile.
-    """
+    """Which tokens a query sees, and how, as the attention kernel is compiled for it: see `Attention`."""
 
     causal: bool
-    window: bool
+    window: bool  # whether there is one, here and below
     softcap: bool
     sinks: bool
-    mask: int
-    mask_rows: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Functions:
-    """What kernels get at compile time for one codec; None where it does not occur on that side."""
-
-    store: Any
-    score: Any = None
-    add: Any = None
-    block_params: Any = encoders.block_params_none
-    has_zeros: bool = False
-
-
-_PLAIN = _Functions(None, decoders.score_plain, decoders.add_plain)
-_FUNCTIONS = {
-    "int8_token": _Functions(encoders.store_int8_token, decoders.score_int8_token, decoders.add_int8_token),
-    "fp8_token": _Functions(encoders.store_fp8_token, decoders.score_fp8_token, decoders.add_fp8_token),
-    "int4_token": _Functions(encoders.store_int4_token, None, decoders.add_int4_token, has_zeros=True),
-    "int4_channel": _Functions(
-        encoders.store_int4_channel, decoders.score_int4_channel, None, encoders.block_params_int4_channel
-    ),
-    "int8_block": _Functions(
-        encoders.store_int8_block,
-        decoders.score_int8_block,
-        decoders.add_int8_block,
-        encoders.block_params_int8_block,
-        has_zeros=True,
-    ),
-    "int4_group": _Functions(encoders.store_int4_group, decoders.score_int4_group, decoders.add_int4_group),
-}
+    mask: int  # what `mask_kind` says
+    mask_rows: bool  # whether the mask differs between the queries of a tile
 
 
 _compiled_ahead: set[object] = set()
@@ -175,12 +108,18 @@ def started(kernel: Any, grid: tuple[int, ...], *, compile_only: bool = False) -
 
 def unreadable_reason(layout: RecordFormat) -> str | None:
     """None if there are kernels for both codecs, otherwise a sentence."""
-    keys, values = layout.format.keys.name, layout.format.values.name
-    if keys not in _FUNCTIONS or _FUNCTIONS[keys].score is None:
-        return f"The Triton kernels have no K in {keys}."
-    if values not in _FUNCTIONS or _FUNCTIONS[values].add is None:
-        return f"The Triton kernels have no V in {values}."
+    keys, values = layout.format.keys, layout.format.values
+    if _function("score", keys) is None:
+        return f"The Triton kernels have no K in {keys.name}."
+    if _function("values", values) is None:
+        return f"The Triton kernels have no V in {values.name}."
     return None
+
+
+def _function(step: Literal["store", "block_params", "score", "values"], codec: Codec | None) -> Any:
+    """The function of that name for a codec, or for plain pools if it is None; None if there is none."""
+    module = encoders if step in ("store", "block_params") else decoders
+    return getattr(module, f"{step}_{'plain' if codec is None else codec.name}", None)
 
 
 def mask_kind(mask: torch.Tensor | None) -> int:
@@ -211,19 +150,13 @@ def attend_constants(
     kv_heads: int,
     group: int,
     rules: Rules,
-) -> tuple[dict[str, Any], Tile]:
-    """Compile-time arguments of `attend_kernel`, and the tile that they are for.
+) -> dict[str, Any]:
+    """Compile-time arguments of `attend_kernel` on the current device.
 
-    Args:
-        device: Where the kernel will run; it must be the current one.
-        dtype: Of queries.
-        layout: Of the blocks.
-        queries: Query tokens x head group.
-        kv_heads: Heads of K and V.
-        group: Query heads per kv head.
-        rules: What queries see.
+    `dtype` is that of queries, of which there are `queries`: query tokens x head group.
     """
     codecs = None if isinstance(layout, PlainLayout) else (layout.format.keys, layout.format.values)
+    keys, values = codecs or (None, None)
     tile = choose_tile(
         queries=queries,
         head_dim=layout.head_dim,
@@ -235,7 +168,6 @@ def attend_constants(
         generation=generation(),
         code_bits=codecs and (codecs[0].bits, codecs[1].bits),
     )
-    keys, values = (_PLAIN, _PLAIN) if codecs is None else (_FUNCTIONS[codec.name] for codec in codecs)
     return {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -244,13 +176,13 @@ def attend_constants(
         "M": tile.queries,
         "N": tile.tokens,
         "MIN_TILES": tile.min_tiles,
-        "SCORE": keys.score,
-        "ADD": values.add,
+        "SCORE": _function("score", keys),
+        "VALUES": _function("values", values),
         **({} if codecs is None else _register_limit(*codecs, dtype, tile)),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
         **_COMMON_OPTIONS,
-    }, tile
+    }
 
 
 @lru_cache(maxsize=256)
@@ -274,20 +206,14 @@ def write_constants(
 ) -> dict[str, Any]:
     """Compile-time arguments of `write_kernel`, and its warps: no more than have 16 bytes a thread.
 
-    Args:
-        layout: Of the blocks.
-        kv_heads: Heads of K and V.
-        k_stride_t: Elements from one token to the next in blocks in the model's dtype.
-        v_stride_t: The same in V.
-        dense: Whether a quantized layer has residual blocks.
-        check: Whether what cannot be stored is flagged.
+    Strides are those of blocks in the model's dtype; `dense` says whether a quantized layer has any.
     """
     keys, values = _sides(layout)
     stores = (None, None)
     elements = _WRITE_ELEMENTS
     if isinstance(layout, RecordFormat):
         elements = _ENCODED_WRITE_ELEMENTS
-        stores = tuple(_FUNCTIONS[c.name].store for c in (layout.format.keys, layout.format.values))
+        stores = _function("store", layout.format.keys), _function("store", layout.format.values)
     heads = min(power_of_two(kv_heads), max(1, elements // max(keys.padded, values.padded)))
     threads = heads * min(keys.padded, values.padded) // _WRITE_ELEMENTS_PER_THREAD
     return {
@@ -312,24 +238,19 @@ def write_constants(
 def encode_constants(*, layout: RecordFormat, seal: bool, check: bool) -> dict[str, Any]:
     """Compile-time arguments of `encode_kernel`."""
     keys, values = _sides(layout)
-    k_functions, v_functions = (_FUNCTIONS[c.name] for c in (layout.format.keys, layout.format.values))
+    k_codec, v_codec = layout.format.keys, layout.format.values
     return {
         "K": keys,
         "V": values,
         "T": min(layout.block_size, max(1, _ENCODE_ELEMENTS // max(keys.padded, values.padded))),
         "SEAL": seal,
         "CHECK": check,
-        "K_BLOCK_PARAMS": k_functions.block_params,
-        "V_BLOCK_PARAMS": v_functions.block_params,
-        "STORE_KEYS": k_functions.store,
-        "STORE_VALUES": v_functions.store,
+        "K_BLOCK_PARAMS": _function("block_params", k_codec),
+        "V_BLOCK_PARAMS": _function("block_params", v_codec),
+        "STORE_KEYS": _function("store", k_codec),
+        "STORE_VALUES": _function("store", v_codec),
         **_COMMON_OPTIONS,
     }
-
-
-def copy_constants() -> dict[str, Any]:
-    """Compile-time arguments of `copy_kernel`."""
-    return {"CHUNK": _COPY_ELEMENTS, **_COMMON_OPTIONS}
 
 
 def _register_limit(keys: Codec, values: Codec, dtype: torch.dtype, tile: Tile) -> dict[str, int]:
@@ -380,7 +301,7 @@ def _read_sides(layout: Layout, dtype: torch.dtype, precision: str, mask_rows: b
             values,
             dtype=v_dtype,
             terms=v_terms,
-            has_zeros=_FUNCTIONS[layout.format.values.name].has_zeros,
+            has_zeros=layout.format.values.name in decoders.WITH_ZEROS,
             widen=INTERPRETED and v_dtype == tl.bfloat16,
         ),
     }
