@@ -40,11 +40,7 @@ class KVFormat:
         return self.keys.is_per_token and self.values.is_per_token
 
     def bind(self, block_size: int, head_dim: int, v_head_dim: int) -> RecordFormat:
-        """The records of blocks of that shape.
-
-        Raises:
-            PagedCacheError: Such heads cannot be stored in this format.
-        """
+        """The records of blocks of that shape; PagedCacheError if the format cannot store such heads."""
         self.keys.check(head_dim)
         self.values.check(v_head_dim)
         return RecordFormat(self, block_size, head_dim, v_head_dim)

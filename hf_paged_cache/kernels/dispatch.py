@@ -91,8 +91,7 @@ def decode(
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Columns `[start, end)` as dense tensors; null blocks, and columns before a row begins, read as zeros.
 
-    Returns:
-        Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, contiguous copies.
+    Keys `[batch, kv_heads, end - start, head_dim]` and values `[..., v_head_dim]`, contiguous copies.
     """
     from .torch import torch_kernels
 

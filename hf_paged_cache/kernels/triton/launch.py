@@ -152,28 +152,18 @@ class _Pass:
 
 def attend(
     blocks: LayerBlocks,
-    a: Attention,
-    lengths: torch.Tensor,
+    a: Attention,  # no row's length is more than `back` above `a.end`, which decides on splits
+    lengths: torch.Tensor,  # int32 `[batch]`, columns of each row, those before it begins included
     *,
-    back: int = 0,
-    dense_columns: tuple[tuple[int, ...], ...] = (),
-    block_size: int | None = None,
-    splits: int | None = None,
+    back: int = 0,  # columns at the end of each row that are left out
+    dense_columns: tuple[tuple[int, ...], ...] = (),  # as in `LayerBlocks`; empty without residual blocks
+    block_size: int | None = None,  # where that is not what the keys' shape says
+    splits: int | None = None,  # programs that share a row's tokens, where not the best number is wanted
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend the tokens `[a.start, length - back)` of every row; rows may differ in length.
 
-    Args:
-        blocks: Columns of the table past the end of a row may hold anything.
-        a: The question. No row's length is more than `back` above `a.end`, which decides on splits. The mask
-            may have more columns than there are tokens.
-        lengths: int32 `[batch]`: columns of each row, those before it begins included.
-        back: Columns at the end of each row that are left out.
-        dense_columns: As in `LayerBlocks`; empty if no residual block is attended.
-        block_size: Tokens per block where that is not what the keys' shape says.
-        splits: Programs that share a row's tokens, where another number than the best is wanted.
-
-    Returns:
-        As `Backend.decode`, the log-sum-exp always.
+    The mask may have more columns than there are tokens. The answer is that of `Backend.decode`, always with
+    the log-sum-exp.
     """
     query = last_contiguous(a.query)
     q = Question(blocks, a, query, *mask_of(a.mask, *query.shape[:3]), lengths, back)
