@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 from hf_paged_cache.errors import PagedCacheError
@@ -44,7 +44,7 @@ class RowPlan(NamedTuple):
 
 
 class BlockManager:
-    """The rows (sequences) of one layer group: equally long, each with a table over one shared pool.
+    """The rows (sequences) of one layer group: equally long, each with a table over one pool of blocks.
 
     With a sliding window a query at position p attends the positions after p - window. So before tokens are
     added at length L, blocks wholly before token L - (window - 1) are released; and of many new tokens only
@@ -69,27 +69,9 @@ class BlockManager:
     row 0    [ 0    1  2 ]        row 1 ... [ 3  4 ]: columns 3456 and 78
     ```
 
-    The class is plain data and can be deep-copied.
-
-    Args:
-        num_blocks: Size of the pool.
-        block_size: Tokens per block.
-        window: Sliding window in tokens, the query's own included; `None` keeps everything.
-        pool: A pool of others to take blocks from, instead of one with `num_blocks`.
-
-    Attributes:
-        pool: The blocks. Others may share blocks of it, then `check_integrity` wants their ids.
-        tables: One per row. To be read; only `DenseBlocks` notes there which blocks are dense.
-        first_held: First token that is what a forward stored. Those before it in its block are not: they came
-            from somebody who had dropped them.
-        version: Bumped by whatever takes content away from a row or gives it other content: `crop`,
-            `reorder`, `reset`, a `reserve` or `release_outside_window` that releases blocks, and a `restore`.
-            Not by appending, nor by copy-on-write (the content stays equal; `Reservation.changed_from` tells
-            of the new id).
-
-    Raises:
-        PagedCacheError: A size is below 1. By methods too, for what does not fit the rows; then nothing has
-            changed.
+    The manager has a pool of `num_blocks` to itself, or takes blocks of a `pool` that others hold blocks of
+    too. It is plain data and can be deep-copied. What does not fit the rows raises a PagedCacheError, and
+    nothing has changed.
     """
 
     def __init__(
@@ -100,9 +82,14 @@ class BlockManager:
                 raise PagedCacheError(f"Expected {name} ≥ 1, got {value}.")
         self.pool = BlockPool(num_blocks) if pool is None else pool
         self.block_size = block_size
-        self.window = window
-        self.version = self.first_held = 0
-        self.tables: list[BlockTable] = []
+        self.window = window  # tokens that a query sees, its own included; None for all
+        self.tables: list[BlockTable] = []  # one per row; only `DenseBlocks` writes there, what is dense
+        # The first token that is what a forward stored. Those before it in its block came from somebody who
+        # had dropped them.
+        self.first_held = 0
+        # Bumped by whatever takes content away from a row or gives it other content. Not by appending, nor
+        # by copy-on-write: the content stays equal, and `Reservation.changed_from` tells of the new id.
+        self.version = 0
 
     @property
     def batch(self) -> int:
@@ -160,18 +147,13 @@ class BlockManager:
         """Make room for new tokens at the end of every row, in all rows or in none.
 
         Seals the blocks that are full, releases those that left the window, makes a partly filled last block
-        that is shared writable by copy-on-write, and allocates row after row.
+        that is shared writable by copy-on-write, and allocates row after row. `None` when there are too few
+        blocks; then nothing has changed.
 
-        Args:
-            num_new_tokens: Per row, at least 1.
-            keep_history: Window layers only: release nothing and store every new token, so that the rows can
-                be cropped again (assisted decoding).
-            padding_tokens: For every row, how many of its tokens from the first on are padding, the new ones
-                included; a row that has begun has no more than it had. Empty if no row has more.
-
-        Returns:
-            What the caller has to copy and what changed; `None` when there are too few blocks, then nothing
-            has changed.
+        With `keep_history` window layers release nothing and store every new token, so that the rows can be
+        cropped again (assisted decoding). `padding_tokens` says for every row how many of its tokens from the
+        first on are padding, the new ones included; a row that has begun has no more than it had. It is empty
+        if no row has more.
         """
         plan, needed_blocks = self._plan(num_new_tokens, keep_history, padding_tokens)
         if not self.pool.can_allocate(needed_blocks):
@@ -181,15 +163,13 @@ class BlockManager:
         changed += self._let_go(plan)
         copies = self._make_last_writable(plan, changed)
         self._append(plan)
-        unchanged = max(len(table.ids) for table in self.tables)
-        changed_from = min(changed, default=unchanged)
+        changed_from = min(changed, default=max(len(table.ids) for table in self.tables))
         return Reservation(start, start + num_new_tokens, copies, changed_from, needed_blocks)
 
     def let_go(self, num_new_tokens: int, *, keep_history: bool, padding_tokens: Sequence[int]) -> list[int]:
         """The part of a `reserve` that gives blocks back; what is left of it can still be undone.
 
-        Returns:
-            Logical blocks from which on entries changed.
+        Returns the logical blocks from which on entries changed.
         """
         return self._let_go(self._plan(num_new_tokens, keep_history, padding_tokens)[0])
 
@@ -213,10 +193,11 @@ class BlockManager:
         if num_tokens == self.num_tokens:
             return
         first_needed, size = self._first_needed(num_tokens), self.block_size
-        needed = (
-            t.ids[t.token_at(first_needed) // size : -(-t.token_at(num_tokens) // size)] for t in self.tables
+        has_gap = any(
+            NULL_BLOCK in t.ids[t.token_at(first_needed) // size : -(-t.token_at(num_tokens) // size)]
+            for t in self.tables
         )
-        if any(NULL_BLOCK in ids for ids in needed) or first_needed < self.first_held:
+        if has_gap or first_needed < self.first_held:
             raise PagedCacheError(
                 f"Cannot crop to {num_tokens} tokens: history was released. The window of {self.window}"
                 f" tokens needs {first_needed}…{num_tokens - 1}, and not all of them are stored any more."
@@ -274,9 +255,8 @@ class BlockManager:
     ) -> dict[int, int] | None:
         """Begin with rows of so many tokens, padding included, whose tables name blocks by saved numbers.
 
-        Returns:
-            Number -> id of the block that was taken for it, by rising numbers; `None` when there are too few,
-            then nothing has changed.
+        Returns number -> id of the block that was taken for it, by rising numbers; `None` when there are too
+        few, then nothing has changed.
         """
         numbers = sorted({n for table in tables for n in table if n != NULL_BLOCK})
         taken = self.pool.allocate(len(numbers))
@@ -301,11 +281,10 @@ class BlockManager:
 
     def reset(self, *, later: bool = False) -> None:
         """Release all rows and forget the batch; `later`: by the pool's pending list, in batches."""
-        if not self.tables:
-            return
-        release = self.pool.release_later if later else self.pool.release
-        release(self._stored_ids())
-        self.forget()
+        if self.tables:
+            release = self.pool.release_later if later else self.pool.release
+            release(self._stored_ids())
+            self.forget()
 
     def save(self) -> Callable[[], None]:
         """Remember the rows. Returns what makes them so again, without telling the pool (see its `rebuild`).
@@ -334,8 +313,7 @@ class BlockManager:
     def check_integrity(self, other_tables: Iterable[Iterable[int]] = ()) -> None:
         """Raise an AssertionError if pool and rows do not agree, or rows with each other. O(pool).
 
-        Args:
-            other_tables: Block ids that others than the rows hold references to.
+        Others than the rows hold references to the blocks of `other_tables`.
         """
         self.pool.check_integrity([*(table.ids for table in self.tables), *other_tables])
         for row, table in enumerate(self.tables):
@@ -368,8 +346,9 @@ class BlockManager:
             raise PagedCacheError(f"Expected num_new_tokens ≥ 1, got {num_new_tokens}.")
         end = self.num_tokens + num_new_tokens
         offsets = self._offsets(end, padding_tokens)
+        # Columns before these are in no window now, and in none after the step.
         left, left_by_end = (
-            self._first_needed(column) if not keep_history else 0 for column in (self.num_tokens, end)
+            0 if keep_history else self._first_needed(column) for column in (self.num_tokens, end)
         )
         rows = [
             self._plan_row(table, offset, end, left, left_by_end)
@@ -396,7 +375,6 @@ class BlockManager:
         return padding_tokens
 
     def _plan_row(self, table: BlockTable, offset: int, end: int, left: int, left_by_end: int) -> RowPlan:
-        """Columns before `left` are in no window now, those before `left_by_end` in none after the step."""
         size, tokens = self.block_size, end - offset
         first_new, end_blocks = len(table.ids), -(-tokens // size)
         first_stored = min(max(first_new, (left_by_end - offset) // size), end_blocks)
@@ -425,11 +403,9 @@ class BlockManager:
     def _num_copies(self, rows: list[RowPlan], released: Counter[int]) -> int:
         """Blocks that making every row's partly filled last block writable will take."""
         holders = Counter(row.table.ids[-1] for row in rows if row.writes_to_last)
+        left = {block_id: self.pool.ref_count(block_id) - released[block_id] for block_id in holders}
         # The last holder keeps the block, unless someone else holds it too.
-        return sum(
-            count - (self.pool.ref_count(block_id) - released[block_id] == count)
-            for block_id, count in holders.items()
-        )
+        return sum(count - (left[block_id] == count) for block_id, count in holders.items())
 
     def _seal_full_blocks(self) -> None:
         for table in self.tables:
@@ -457,10 +433,9 @@ class BlockManager:
         block_ids = self.pool.allocate(wanted)
         if block_ids is None:
             raise AssertionError(f"No {wanted} blocks were left, though enough were counted.")
-        used = 0
+        rest = iter(block_ids)
         for row in plan:
-            count = row.end_blocks - row.first_stored
             row.table.offset = row.offset
             nulls = [NULL_BLOCK] * (row.first_stored - row.first_new)
-            row.table.append(row.new_tokens, nulls + block_ids[used : used + count])
-            used += count
+            taken = islice(rest, row.end_blocks - row.first_stored)
+            row.table.append(row.new_tokens, [*nulls, *taken])

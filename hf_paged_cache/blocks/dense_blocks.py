@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from .block_table import BlockTable
 
 
-def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:
-    """Slots that a row can need at one time: one block may be full and not yet sealed."""
-    return sink_blocks + residual_blocks + (1 if residual_blocks else 0)
-
-
 class Moves(NamedTuple):
     """What a reservation changes in quantized layers, as pairs of (source, target)."""
 
@@ -45,15 +40,11 @@ class DenseBlocks:
     ```
 
     Plain data, can be deep-copied.
-
-    Args:
-        sink_blocks: Blocks at the beginning of every row.
-        residual_blocks: Blocks at its end, the one being filled included; 0 where formats take single tokens.
     """
 
     def __init__(self, sink_blocks: int, residual_blocks: int) -> None:
-        self.sink_blocks = sink_blocks
-        self.residual_blocks = residual_blocks
+        self.sink_blocks = sink_blocks  # at the beginning of every row
+        self.residual_blocks = residual_blocks  # at its end, the open one included; 0: tokens go to bytes
         self.num_slots = 0  # slots that pools must have
         self._slots: dict[int, int] = {}  # block id -> slot
         self._free: list[int] = []
@@ -62,9 +53,10 @@ class DenseBlocks:
         """Whether any block is ever dense."""
         return self.sink_blocks + self.residual_blocks > 0
 
-    def live_slots(self, manager: BlockManager) -> list[int]:
-        """Slots of blocks that rows hold, in order."""
-        return sorted(self.slots_by_id(manager).values())
+    @property
+    def slots_per_row(self) -> int:
+        """Slots that a row can need at one time: one block may be full and not yet sealed."""
+        return self.sink_blocks + self.residual_blocks + bool(self.residual_blocks)
 
     def slots_by_id(self, manager: BlockManager) -> dict[int, int]:
         """Block id -> slot, of the dense blocks of all rows."""
@@ -103,18 +95,14 @@ class DenseBlocks:
 
     def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
         """Give slots to what a reservation made dense."""
-        size = manager.block_size
-        moves = Moves([], [], [], [])
+        size, moves = manager.block_size, Moves([], [], [], [])
         sources = {new: old for old, new in reservation.copies}
         for block_id in sources:
             self._drop(block_id)  # of an earlier life of that block
         # The tables name the copies by now, and the slots of what is copied have to last until then.
         left = set(sources.values())
-        grown = [
-            (table, table.token_at(reservation.start))
-            for table in manager.tables
-            if table.end > max(table.offset, reservation.start)
-        ]
+        starts = [(table, table.token_at(reservation.start)) for table in manager.tables]
+        grown = [(table, start) for table, start in starts if table.num_tokens > start]
         for table, start in grown:
             column = start // size
             if not start % size:
@@ -133,11 +121,10 @@ class DenseBlocks:
         for table, start in grown:
             last = (table.num_tokens - 1) // size
             for column in range(-(-start // size), last + 1):
-                if table.ids[column] == NULL_BLOCK:
-                    continue
                 if column < self.sink_blocks or column > last - self.residual_blocks:
-                    table.dense.append(column)
-                    self._slot_for(manager, table.ids[column], left)
+                    if table.ids[column] != NULL_BLOCK:
+                        table.dense.append(column)
+                        self._slot_for(manager, table.ids[column], left)
                 else:
                     self._drop(table.ids[column])
         return moves
@@ -158,7 +145,7 @@ class DenseBlocks:
 
     def provide_rows(self, rows: int) -> None:
         """Have the slots that so many rows can need."""
-        self._provide(rows * slots_per_row(self.sink_blocks, self.residual_blocks))
+        self._provide(rows * self.slots_per_row)
 
     def check_integrity(self, manager: BlockManager) -> None:
         """Raise an AssertionError if two blocks have one slot, one is lost, or a table lists other blocks."""
@@ -192,7 +179,7 @@ class DenseBlocks:
         if block_id not in self._slots:
             if not self._free:
                 held = {table.ids[c] for table in manager.tables for c in table.dense}.union(kept)
-                for stale in [block_id for block_id in self._slots if block_id not in held]:
+                for stale in self._slots.keys() - held:
                     self._drop(stale)
             if not self._free:
                 self._provide(self.num_slots + max(1, self.num_slots // 2))

@@ -13,9 +13,9 @@ import torch
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.store import static_group
-from hf_paged_cache.store.holder import Saved
 from hf_paged_cache.store.layer_groups import LayerGroups
 from hf_paged_cache.store.pool_tensors import NewTokens
+from hf_paged_cache.store.store import Saved
 
 from .rows import Rows
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from hf_paged_cache.config import PagedCacheConfig
     from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
-    from hf_paged_cache.store.holder import Restore
     from hf_paged_cache.store.layer_group import LayerGroup
     from hf_paged_cache.store.saved import SavedCache
+    from hf_paged_cache.store.window_store import Restore
 
     from .left_padding import Padding
 
@@ -229,7 +229,8 @@ class Contents:
 
     def open_rows(self, new: NewTokens, *, keep_history: bool) -> None:
         """Begin with empty rows for tokens like these. Part of a change."""
-        self.layer_groups.open_rows(new, keep_history=keep_history, would_be_static=self.would_be_static)
+        would_be_static = self.would_be_static(new.shape.device)
+        self.layer_groups.open_rows(new, keep_history=keep_history, would_be_static=would_be_static)
         self.rows.batch = new.batch
 
     # --- copies ---------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ class Capacity:
         self._config = config
         self._row_tokens = config.max_cache_len or max_positions or _DEFAULT_TOKENS
         self._specs = specs
+        # Whether the settings say how many tokens there are to be.
         self.is_asked_for = config.max_tokens is not None or config.max_cache_len is not None
-        """The settings say how many tokens there are to be."""
 
     def row_blocks(self, block_size: int) -> int:
         """Blocks of the longest row that is expected."""
@@ -59,12 +59,10 @@ class Capacity:
         batch, shape = new.batch, new.shape
         length = self._expected_tokens(new.count, shape.device)
         history = new.count * keep_history
-        wanted = {
-            window: self._full_blocks(batch, self._config.block_size_of(window))
-            if is_static
-            else self._first_blocks(window, batch, length, history)
-            for window in dict.fromkeys(spec.window for spec in self._specs.values())
-        }
+        windows = dict.fromkeys(spec.window for spec in self._specs.values())
+        wanted = {w: self._first_blocks(w, batch, length, history) for w in windows}
+        if is_static:
+            wanted = {w: self._full_blocks(batch, self._config.block_size_of(w)) for w in windows}
         block_bytes: Counter[int | None] = Counter()
         slot_bytes = 0  # of blocks that quantized layers keep in the model's dtype
         for index, spec in self._specs.items():
@@ -73,7 +71,7 @@ class Capacity:
             size = self._config.block_size_of(spec.window)
             block_bytes[spec.window] += layer.block_bytes(size)
             if layer.format is not None:
-                slot_bytes += batch * precision.slots_per_row(size) * layer.dense_bytes(size)
+                slot_bytes += batch * precision.dense_blocks(size).slots_per_row * layer.dense_bytes(size)
         wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
         if self.is_asked_for:
             self._check_memory(wanted_bytes, batch, shape.device)
@@ -117,13 +115,14 @@ class Capacity:
     def shared_blocks(self, store: WindowStore) -> int:
         """Blocks of a store that another cache has joined."""
         rows = sum(max(1, holder.manager.batch) for holder in store.holders)
-        wanted, ceiling = self._full_blocks(rows, store.block_size), self._ceiling_blocks(store, rows)
+        ceiling = self._ceiling_blocks(store, rows)
+        wanted = min(self._full_blocks(rows, store.block_size), ceiling)
         if store.window is not None:
             # Some cache may take a chunk while another is writing, and the pool cannot grow.
             wanted = min(wanted, rows * 2 * self.window_blocks(store.window))
-        wanted = min(wanted, ceiling)
-        is_enough = wanted <= store.num_blocks
-        return store.num_blocks if is_enough else max(wanted, min(2 * store.num_blocks, ceiling))
+        if wanted <= store.num_blocks:
+            return store.num_blocks
+        return max(wanted, min(2 * store.num_blocks, ceiling))
 
     def _ceiling_blocks(self, store: WindowStore, rows: int) -> int:
         """Blocks that a store may have: what full rows take, cut to the memory.
@@ -146,11 +145,9 @@ class Capacity:
             return
         size = self._config.block_size
         tokens = self._full_blocks(batch, size) * size
-        asked = (
-            f"max_cache_len={self._config.max_cache_len} for {batch} rows"
-            if self._config.max_tokens is None
-            else f"max_tokens={self._config.max_tokens}"
-        )
+        asked = f"max_tokens={self._config.max_tokens}"
+        if self._config.max_tokens is None:
+            asked = f"max_cache_len={self._config.max_cache_len} for {batch} rows"
         raise PagedCacheError(
             f"{asked} wants pools of {wanted_bytes / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} "
             f"GiB in all, room for {tokens * there // wanted_bytes} tokens; leave it away for what fits, or "

@@ -21,9 +21,10 @@ from hf_paged_cache.kernels.call import LayerBlocks
 from . import key_guard
 from .device.fault_flags import Faults
 from .device.tables import DeviceTables
-from .holder import Holder, Saved
 from .pool_tensors import LayerPool, PoolShape, split_pairs
 from .saved import SavedGroup, SavedLayer
+from .store import Saved
+from .window_store import Holder
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import KeyErrorGuard
@@ -38,18 +39,10 @@ class LayerGroup:
 
     Block ids are shared by the layers of a group, so that bookkeeping is done once per step and not once per
     layer. Layers of one shape also share one `LayerPool`; a group with layers of several shapes (or on
-    several devices) has several pools under the same ids.
-
-    Args:
-        specs: Layer index -> what the config says of that layer.
-        store: Whose blocks it takes; other caches may take of them too.
-        precision: How layers are stored.
-        row_blocks: Blocks of the longest row that is expected; tables are made that wide.
-        guard: What is done where the K of a layer are unfit for 4 bits.
+    several devices) has several pools under the same ids. Its store may serve other caches too.
     """
 
-    HAS_FIXED_ROWS = False
-    """Whether rows have all their blocks from the start."""
+    HAS_FIXED_ROWS = False  # whether rows have all their blocks from the start
 
     def __init__(
         self,
@@ -57,19 +50,18 @@ class LayerGroup:
         store: WindowStore,
         precision: Precision,
         *,
-        row_blocks: int,
+        row_blocks: int,  # of the longest row that is expected; tables are made that wide
         guard: KeyErrorGuard = "off",
     ) -> None:
-        size = store.block_size
-        self.specs = specs
+        self.specs = specs  # by layer index
         self.store = store
         self.formats = {index: precision.formats[index] for index in specs}
-        self.manager = BlockManager(store.num_blocks, size, store.window, pool=store.blocks)
-        self.dense = DenseBlocks(0, 0)  # false: no block is ever in the model's dtype beside records
-        if any(self.formats.values()):
-            self.dense = DenseBlocks(precision.sink_blocks(size), precision.residual_blocks(size))
+        self.manager = BlockManager(store.num_blocks, store.block_size, store.window, pool=store.blocks)
+        is_quantized = any(self.formats.values())
+        self.dense = precision.dense_blocks(store.block_size) if is_quantized else DenseBlocks(0, 0)
         self._guard = guard
-        self._unguarded = {i for i in specs if guard != "off" and key_guard.concerns(self.formats[i])}
+        # Layers that the guard has yet to look at.
+        self.unguarded = {i for i in specs if guard != "off" and key_guard.concerns(self.formats[i])}
         self.pools: list[LayerPool] = []  # made when the first layer that needs them is written
         self.holder = Holder(self.manager, self.pools)
         self.blocks: dict[int, LayerBlocks] = {}  # by layer; filled as layers claim their places
@@ -101,13 +93,12 @@ class LayerGroup:
 
     def bytes_by_format(self) -> Counter[str]:
         """Format -> bytes of the blocks that hold tokens; `auto` is the model's dtype."""
-        blocks, slots = self.store.blocks.num_referenced, len(self.dense.live_slots(self.manager))
+        blocks, slots = self.store.blocks.num_referenced, len(self.dense.slots_by_id(self.manager))
         total: Counter[str] = Counter()
-        for pool in self._pools.values():
-            dense = blocks if pool.layout is None else slots
-            total["auto"] += dense * pool.shape.dense_bytes(self.block_size)
-            if pool.shape.format is not None:
-                total[pool.shape.format.name] += (blocks - slots) * pool.shape.block_bytes(self.block_size)
+        for shape in (pool.shape for pool in self._pools.values()):
+            total["auto"] += (slots if shape.format else blocks) * shape.dense_bytes(self.block_size)
+            if shape.format is not None:
+                total[shape.format.name] += (blocks - slots) * shape.block_bytes(self.block_size)
         return total
 
     @property
@@ -206,32 +197,19 @@ class LayerGroup:
 
         They are read from their slots as before, until as many are reserved. Another cache may have sealed a
         block that is shared; the bytes are the same.
-
-        Raises:
-            QuantizationError: The guard found the K of a layer unfit for its format.
         """
-        full = self.dense.full(self.manager, new_tokens)
-        if not full:
+        slots, ids = split_pairs(self.dense.full(self.manager, new_tokens))
+        if not slots:
             return
-        slots, ids = split_pairs(full)
-        for layer_idx in sorted(self._unguarded & self.blocks.keys()):
-            keys = self.blocks[layer_idx].keys
-            self._judge(layer_idx, keys[torch.tensor(slots, device=keys.device)])
+        for layer_idx in sorted(self.unguarded & self.blocks.keys()):
+            self._judge(layer_idx, self.blocks[layer_idx].keys[slots])
         self._enter_streams(takes_blocks=False)
         for pool in self.pools:
             if pool.layout is not None:
                 pool.seal(slots, ids)
 
-    def is_unguarded(self, layer_idx: int) -> bool:
-        """Whether the guard has yet to look at a layer."""
-        return layer_idx in self._unguarded
-
     def check_keys(self, layer_idx: int, key_states: torch.Tensor, start: int) -> None:
-        """Let the guard look at the first K of a layer that a write will encode.
-
-        Raises:
-            QuantizationError: It found them unfit for the layer's format.
-        """
+        """Let the guard look at the first K of a layer that a write will encode."""
         size, end = self.block_size, start + key_states.shape[2]
         found: list[torch.Tensor] = []
         for row, table in enumerate(self.manager.tables):
@@ -244,44 +222,44 @@ class LayerGroup:
             self._judge(layer_idx, torch.stack(found))
 
     def _judge(self, layer_idx: int, keys: torch.Tensor) -> None:
-        """Let the guard decide on a layer, by full blocks `[..., kv_heads, block_size, head_dim]` of K."""
+        """Let the guard decide on a layer, by full blocks `[..., kv_heads, block_size, head_dim]` of K.
+
+        Raises QuantizationError if they are unfit for its format, and the settings want an error for it.
+        """
         kv_format = self.formats[layer_idx]
         assert kv_format is not None, "the guard concerns quantized layers"
         fault = key_guard.fault_of(layer_idx, kv_format, keys, raises=self._guard == "error")
         if fault is not None:
             self._move(layer_idx, with_keys_in_int8(kv_format))
             key_guard.logger.warning("%s, so its keys are stored in int8", fault)
-        self._unguarded.discard(layer_idx)
+        self.unguarded.discard(layer_idx)
 
     def _move(self, layer_idx: int, kv_format: KVFormat) -> None:
         """Store a layer in another format, before any of its blocks is a record."""
         old = self._pools[layer_idx]
         pool = self._pool_for(layer_idx, replace(old.shape, format=kv_format), 1)
         old_place, place = old.tensors.layers[layer_idx], pool.tensors.layers[layer_idx]
-        for slot in self.dense.live_slots(self.manager):
-            pool.keys[slot, place] = old.keys[slot, old_place]
-            pool.values[slot, place] = old.values[slot, old_place]
+        slots = [*self.dense.slots_by_id(self.manager).values()]
+        pool.keys[slots, place] = old.keys[slots, old_place]
+        pool.values[slots, place] = old.values[slots, old_place]
         self.formats[layer_idx] = kv_format
-        self._pools[layer_idx] = pool
-        is_unused = all(held is not old for held in self._pools.values())
-        if is_unused and len(old.tensors.layers) == old.tensors.num_layers:
+        self._add_layer(layer_idx, pool)
+        if old not in self._pools.values() and len(old.tensors.layers) == old.tensors.num_layers:
             self.pools.remove(old)
             self.store.drop(old.tensors)
-        self._bind(layer_idx)
 
     # --- sizes of pools -------------------------------------------------------------------------------------
 
     def grow(self, num_blocks: int) -> bool:
         """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none.
 
-        Returns:
-            False if another cache is writing where its layers were bound: nothing has changed.
+        False if another cache is writing where its layers were bound: nothing has changed.
         """
-        if not self.store.can_move(self.holder):
-            return False
-        self.store.resize(num_blocks)
-        self.bind_again()
-        return True
+        can_move = self.store.can_move(self.holder)
+        if can_move:
+            self.store.resize(num_blocks)
+            self.bind_again()
+        return can_move
 
     def shrink(self, num_blocks: int) -> None:
         """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
@@ -312,7 +290,7 @@ class LayerGroup:
             offsets=[table.offset for table in tables],
             first_held=self.manager.first_held,
             dense=[numbers[block_id] for block_id in slots],
-            unguarded=[index for index in self._pools if index in self._unguarded],
+            unguarded=[index for index in self._pools if index in self.unguarded],
             layers={index: self._export_layer(index, tokens[index], slots) for index in self._pools},
         )
 
@@ -328,10 +306,7 @@ class LayerGroup:
         return SavedLayer(format_name(self.formats[layer_idx]), keys, values, records)
 
     def import_(self, saved: SavedGroup, length: int) -> None:
-        """Fill rows that have just begun with what `export` has taken of rows of that length.
-
-        It was checked; the rows hold nothing, and there is room.
-        """
+        """Fill empty rows with what `export` has taken of rows of that length; it was checked, and fits."""
         for layer_idx, layer in saved.layers.items():
             kv_format = self.formats[layer_idx]
             if kv_format is not None and kv_format.name != layer.format:
@@ -340,17 +315,17 @@ class LayerGroup:
         ids = self.manager.adopt(saved.tables, length, saved.offsets)
         assert ids is not None, "room was made for all blocks"
         self.manager.first_held = saved.first_held
-        self._unguarded -= saved.layers.keys() - set(saved.unguarded)
+        self.unguarded -= saved.layers.keys() - set(saved.unguarded)
         slots = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
         self._grow_slots()
+        encoded = [ids[number] for number in saved.encoded]
         for layer_idx, layer in saved.layers.items():
-            pool = self._pools[layer_idx]
+            pool, kv = self._pools[layer_idx], (layer.keys, layer.values)
             place = pool.tensors.layers[layer_idx]
             if pool.slots is None:
-                pool.tensors.import_(place, [*ids.values()], (layer.keys, layer.values))
+                pool.tensors.import_(place, [*ids.values()], kv)
             else:
-                pool.slots.import_(place, slots, (layer.keys, layer.values))
-                encoded = [ids[number] for number in saved.encoded]
+                pool.slots.import_(place, slots, kv)
                 pool.tensors.import_(place, encoded, (layer.records,))
         self.sync_tables()
         self._tables.set_length(length)
@@ -359,9 +334,8 @@ class LayerGroup:
         """Remember all that a change can change, but for what lies in blocks."""
         restore_manager, restore_dense, pools = self.manager.save(), self.dense.save(), [*self.pools]
         step, tokens = self.holder.step, self.num_tokens
-        attributes = {
-            name: copy.copy(getattr(self, name)) for name in ("formats", "_unguarded", "blocks", "_pools")
-        }
+        changing = ("formats", "unguarded", "blocks", "_pools")
+        attributes = {name: copy.copy(getattr(self, name)) for name in changing}
 
         def restore() -> None:
             vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
@@ -387,18 +361,18 @@ class LayerGroup:
         slots, held = self.dense.slots_by_id(self.manager), self._tokens_in_blocks(self.num_tokens)
         copied = copy.copy(self)
         copied.dense = copy.deepcopy(self.dense)
-        copied.formats, copied._unguarded = dict(self.formats), {*self._unguarded}
+        copied.formats, copied.unguarded = dict(self.formats), {*self.unguarded}
         copied._faults = {device: faults.copy() for device, faults in self._faults.items()}
-        tensors = [pool.tensors for pool in self.pools]
         copied.manager = self.manager.fork(None if store is None else store.blocks)
+        copied._tables = self._tables.copy(copied.manager, copied.dense)
+        tensors = [pool.tensors for pool in self.pools]
         if store is not None:
             copied.store = store
-            for pool in self.pools:
-                kept = slots if pool.layout is not None else {}
+            for each in tensors:
+                kept = slots if each.layout is not None else {}
                 used = {i: tokens for i, tokens in held.items() if tokens and i not in kept}
-                store.tensors.append(pool.tensors.copy(store.num_blocks, used))
+                store.tensors.append(each.copy(store.num_blocks, used))
             tensors = store.tensors
-        copied._tables = self._tables.copy(copied.manager, copied.dense)
         used_slots = {slot: held[block_id] for block_id, slot in slots.items()}
         copied.pools = [pool.copy(each, used_slots) for pool, each in zip(self.pools, tensors, strict=True)]
         copied.holder = Holder(copied.manager, copied.pools)
@@ -424,24 +398,24 @@ class LayerGroup:
             for layer_idx, blocks in self.blocks.items():
                 blocks.dense_columns = columns[id(self._pools[layer_idx])]
 
-    def _has_marks(self, pool: LayerPool) -> bool:
-        return bool(self.dense) and pool.layout is not None
-
     def _add_layer(self, layer_idx: int, pool: LayerPool) -> LayerBlocks:
-        place = pool.tensors.layers[layer_idx]
-        table = self._tables.table(pool.shape.device, is_marked=self._has_marks(pool))
-        blocks = self.blocks[layer_idx] = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
         self._pools[layer_idx] = pool
         self._bind(layer_idx)
-        return blocks
+        return self.blocks[layer_idx]
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
-        pool, blocks = self._pools[layer_idx], self.blocks[layer_idx]
+        pool = self._pools[layer_idx]
         device, place = pool.shape.device, pool.tensors.layers[layer_idx]
+        is_marked = bool(self.dense) and pool.layout is not None
+        keys, values = pool.keys[:, place], pool.values[:, place]
+        if layer_idx not in self.blocks:
+            table = self._tables.table(device, is_marked=is_marked)
+            self.blocks[layer_idx] = LayerBlocks(keys, values, table)
+        blocks = self.blocks[layer_idx]
         blocks.native = blocks.choice = None  # first: what it points to may go
-        self._tables.bind(blocks, device, is_marked=self._has_marks(pool))
-        blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
+        self._tables.bind(blocks, device, is_marked=is_marked)
+        blocks.keys, blocks.values = keys, values
         blocks.records = None if pool.records is None else pool.records[:, place]
         blocks.form = pool.layout
         if pool.layout is not None and device.type != "cpu":
@@ -459,7 +433,7 @@ class LayerGroup:
         tensors = self.store.claim(layer_idx, shape, num_layers)
         pool = next((pool for pool in self.pools if pool.tensors is tensors), None)
         if pool is None:
-            pool = LayerPool(tensors, num_slots=self.dense.num_slots)
+            pool = LayerPool(tensors, self.dense.num_slots)
             self.pools.append(pool)
         return pool
 

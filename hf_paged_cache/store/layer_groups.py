@@ -11,38 +11,29 @@ from hf_paged_cache.errors import PoolExhausted
 from hf_paged_cache.formats import format_name
 
 from .capacity import Capacity
-from .holder import Saved
 from .layer_group import LayerGroup
 from .pool_tensors import NewTokens, PoolShape
 from .precision import Precision
-from .store import Store
+from .store import Saved, Store
 from .window_store import WindowStore
 
 if TYPE_CHECKING:
-    import torch
-
     from hf_paged_cache.config import PagedCacheConfig
     from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
 
-    from .holder import RunningStep
     from .saved import SavedCache
     from .static_group import StaticGroup
+    from .window_store import RunningStep
 
 
 class LayerGroups:
-    """The groups of a cache, by window. There are none before the first update.
-
-    Args:
-        config: Settings.
-        specs: Layer index -> what the config of the model says of that layer.
-        max_positions: Longest sequence the model was made for, if its config says.
-    """
+    """The groups of a cache, by window. There are none before the first update."""
 
     def __init__(
         self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
     ) -> None:
-        self.specs = specs
+        self.specs = specs  # by layer index
         self.store = Store()  # shared with the caches that were forked from this one
         self.precision = Precision.of(config, specs, 0)  # settled when rows begin
         self.is_static = False  # every row has its blocks from the start
@@ -76,16 +67,13 @@ class LayerGroups:
 
     def layer_dtypes(self) -> dict[int, str]:
         """Layer index -> name of the format that it is stored in now."""
-        formats = dict(self.precision.formats)
-        for group in self.all:
-            formats.update(group.formats)
-        return {index: format_name(each) for index, each in formats.items()}
+        now = {index: form for group in self.all for index, form in group.formats.items()}
+        return {index: format_name(form) for index, form in (self.precision.formats | now).items()}
 
     def moved_layers(self) -> dict[int, str]:
         """Layer index -> name of the format it was to have, of layers that the guard gave another."""
-        now = self.layer_dtypes()
-        asked = {index: format_name(each) for index, each in self.precision.formats.items()}
-        return {index: name for index, name in asked.items() if name != now[index]}
+        now, asked = self.layer_dtypes(), self.precision.formats
+        return {index: format_name(form) for index, form in asked.items() if format_name(form) != now[index]}
 
     def bytes_by_format(self) -> dict[str, int]:
         """Format -> bytes of K and V in blocks that hold tokens; `auto` is the model's dtype."""
@@ -96,21 +84,14 @@ class LayerGroups:
 
     # --- rows -----------------------------------------------------------------------------------------------
 
-    def open_rows(
-        self,
-        new: NewTokens,
-        *,
-        keep_history: bool,
-        would_be_static: Callable[[torch.device], bool],
-    ) -> None:
+    def open_rows(self, new: NewTokens, *, keep_history: bool, would_be_static: bool) -> None:
         """Begin with empty rows for tokens like these, in groups that are made if there are none.
 
-        Raises:
-            PoolExhausted: Static rows cannot be that long.
+        Raises PoolExhausted if static rows cannot be that long.
         """
         self.adapt(new.count)
         if not self._by_window:
-            self.is_static = would_be_static(new.shape.device)
+            self.is_static = would_be_static
         capacity = self._capacity.wanted_blocks(
             new, self.precision, keep_history=keep_history, is_static=self.is_static
         )
@@ -132,7 +113,7 @@ class LayerGroups:
             self.reset()
             self._by_window.clear()
             self.blocks = {}
-            if self.store.num_caches <= 1:
+            if not self.store.is_shared:
                 self.store = Store()
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
@@ -150,15 +131,11 @@ class LayerGroups:
         padding: Sequence[int] = (),
         let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make room for new tokens of every row, in all groups.
+        """Make room for new tokens of every row, which has `start` tokens, in all groups.
 
-        Args:
-            batch: Rows.
-            start: Tokens of every row.
-            new_tokens: That come.
-            keep_history: Windows keep what they would drop.
-            padding: Of every row, leading tokens that need not be stored; empty if there are no more.
-            let_go: Called when what is not needed any more was given back; only what follows can be undone.
+        With `keep_history` windows keep what they would drop. `padding` are the leading tokens of every row
+        that need not be stored; empty if there are no more. `let_go` is called when what is not needed any
+        more was given back; only what follows can be undone.
 
         Raises:
             PoolExhausted: Too few blocks. Nothing was written, nothing changed.
@@ -177,9 +154,8 @@ class LayerGroups:
             if new_tokens == 1 and not keep_history and group.window is not None:
                 self._give_back_chunk(group, group.window)
             group.store.collect()  # first: a block that only a dropped cache shares need not be copied
-            needed = group.manager.blocks_needed(
-                new_tokens, keep_history=keep_history, padding_tokens=padding
-            )
+            manager = group.manager
+            needed = manager.blocks_needed(new_tokens, keep_history=keep_history, padding_tokens=padding)
             self._make_room(group, batch, new_tokens, needed)
         for group in self.all:
             group.seal_full(new_tokens)
@@ -215,8 +191,7 @@ class LayerGroups:
         num_blocks = group.manager.batch * self._capacity.window_blocks(window)
         if num_blocks < group.store.num_blocks:
             group.store.collect()
-            # As the reservation of the next token would, which comes after this.
-            group.release_outside_window()
+            group.release_outside_window()  # as the reservation of the next token would, which comes next
             if group.store.blocks.num_referenced <= num_blocks:
                 group.shrink(num_blocks)
 
@@ -302,10 +277,8 @@ class LayerGroups:
         """Groups with saved contents, or none, beside these, which stay as they are. Part of a change.
 
         They take blocks of the same store if enough are free there, otherwise they have one of their own.
-        Contents were checked, and have rows; formats are as for a prompt of `first_tokens`.
-
-        Raises:
-            PoolExhausted: A pool for so many rows cannot hold them.
+        Contents were checked, and have rows; formats are as for a prompt of `first_tokens`. Raises
+        PoolExhausted if a pool for so many rows cannot hold them.
         """
         beside = copy.copy(self)
         beside._by_window, beside.blocks = {}, {}
@@ -322,7 +295,7 @@ class LayerGroups:
     def _fill(self, saved: SavedCache, first_tokens: int, before: dict[int | None, int]) -> None:
         layer = next(layer for group in saved.groups for layer in group.layers.values())
         new = NewTokens(saved.batch, first_tokens, PoolShape.of(layer.keys, layer.values))
-        self.open_rows(new, keep_history=saved.record_past, would_be_static=lambda device: False)
+        self.open_rows(new, keep_history=saved.record_past, would_be_static=False)
         for saved_group in saved.groups:
             window, count = saved_group.window, saved_group.num_blocks
             group = self._by_window[window]
@@ -342,8 +315,7 @@ class LayerGroups:
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
-        attributes = dict(vars(self))
-        by_window, blocks = dict(self._by_window), dict(self.blocks)
+        attributes, by_window, blocks = dict(vars(self)), dict(self._by_window), dict(self.blocks)
         saved = [group.save() for group in self.all]
 
         def restore() -> None:
@@ -370,13 +342,8 @@ class LayerGroups:
             from .static_group import StaticGroup  # with all that only compiled steps need
 
             return StaticGroup(specs, store, self.precision, row_blocks=num_blocks // batch)
-        return LayerGroup(
-            specs,
-            store,
-            self.precision,
-            row_blocks=self._capacity.row_blocks(size),
-            guard=self._config.key_error_guard,
-        )
+        row_blocks, guard = self._capacity.row_blocks(size), self._config.key_error_guard
+        return LayerGroup(specs, store, self.precision, row_blocks=row_blocks, guard=guard)
 
     def _fit_static_rows(self, new: NewTokens, capacity: dict[int | None, int]) -> None:
         """Share the pools out evenly over the rows, in the groups that there are."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .device.virtual_memory import GrowingMemory
 
 Held = tuple[list[torch.Tensor], "list[GrowingMemory]"]
-"""Tensors, and the memory that they lie in where that can grow."""
+"""Tensors, and the memory that they lie in where that can grow; replaced as one."""
 
 _NOWHERE: Mapping[int, int] = MappingProxyType({})
 
@@ -80,32 +80,21 @@ class PoolTensors:
     there are records, uint8 `[blocks, layers, kv_heads, nbytes]`.
 
     The memory is left uninitialised: on a CPU it costs nothing until a block is written.
-
-    Args:
-        shape: What its layers agree on.
-        num_blocks: Blocks that there is room for.
-        num_layers: Layers that there is room for.
-        block_size: Tokens per block.
-        grows: More blocks are expected, so that memory is taken that grows where it lies, if there is such.
     """
 
     def __init__(
-        self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int, grows: bool = False
+        self, shape: PoolShape, num_blocks: int, num_layers: int, block_size: int, *, grows: bool = False
     ) -> None:
         self.shape = shape
-        self.num_layers = num_layers
+        self.num_layers = num_layers  # that there is room for
         self.block_size = block_size
-        self.grows = grows
+        self.grows = grows  # more blocks are expected: it lies in memory that grows, where there is such
         self.layout = shape.layout(block_size)
         self.layers: dict[int, int] = {}  # index -> place in the second dimension
         sizes = self._sizes(num_blocks)
         memory = [growing_memory(shape.device) for _ in sizes] if grows else []
-        self.held: Held = [], [each for each in memory if each is not None]  # replaced as one
-        tensors = self._in_place(num_blocks)
-        if tensors is None:
-            self.held = [allocate(*each, shape.device, block_size) for each in sizes], []
-        else:
-            self.held = tensors, self.held[1]
+        held = self._in_place(num_blocks, [each for each in memory if each is not None])
+        self.held = held or ([allocate(*each, shape.device, block_size) for each in sizes], [])
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -143,18 +132,10 @@ class PoolTensors:
     ) -> PoolTensors:
         """The same layers in tensors of their own, which have `num_blocks`.
 
-        Args:
-            num_blocks: Blocks of the copy.
-            used: Id -> first tokens of a block that are copied. Others are not touched, and so cost nothing.
-            moved: Id -> another one that it has in the copy.
+        Of the `used` blocks, given as id -> first tokens, so many are copied, to the id that `moved` says if
+        it has one. Others are not touched, and so cost nothing.
         """
-        copied = PoolTensors(
-            self.shape,
-            num_blocks=num_blocks,
-            num_layers=self.num_layers,
-            block_size=self.block_size,
-            grows=self.grows,
-        )
+        copied = PoolTensors(self.shape, num_blocks, self.num_layers, self.block_size, grows=self.grows)
         copied.layers = dict(self.layers)
         for new, old in zip(copied.tensors, self.tensors, strict=True):
             for block_id, tokens in used.items():
@@ -180,16 +161,13 @@ class PoolTensors:
 
     def _first_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Copies of blocks in which nothing is left but the first tokens `[blocks]` of each."""
-        if self.layout is None:
-            return blank_beyond(blocks, tokens)
-        return self.layout.first_tokens(blocks, tokens)
+        first_tokens = blank_beyond if self.layout is None else self.layout.first_tokens
+        return first_tokens(blocks, tokens)
 
-    def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Held:
+    def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int]) -> Held:
         """What `held` is for so many blocks: in the memory where they lie, otherwise copied (see `copy`)."""
-        tensors = self._in_place(num_blocks) if num_blocks >= self.num_blocks else None
-        if tensors is not None:
-            return tensors, self.held[1]
-        return self.copy(num_blocks, dict.fromkeys(used, self.block_size), moved).held
+        held = self._in_place(num_blocks, self.held[1]) if num_blocks >= self.num_blocks else None
+        return held or self.copy(num_blocks, dict.fromkeys(used, self.block_size), moved).held
 
     def _sizes(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Sizes and dtypes of the tensors."""
@@ -198,37 +176,32 @@ class PoolTensors:
             return [((*leading, self.layout.nbytes), torch.uint8)]
         return [((*leading, self.block_size, dim), shape.dtype) for dim in (shape.head_dim, shape.v_head_dim)]
 
-    def _in_place(self, num_blocks: int) -> list[torch.Tensor] | None:
-        """The tensors in memory that grows; None if there is none, or none is left."""
-        sizes, memory = self._sizes(num_blocks), self.held[1]
+    def _in_place(self, num_blocks: int, memory: list[GrowingMemory]) -> Held | None:
+        """Tensors in memory that grows; None if there is none for each of them, or none is left."""
+        sizes = self._sizes(num_blocks)
         if len(memory) < len(sizes):
             return None
         try:
             with torch.inference_mode(False):
-                return [each.tensor(*size) for each, size in zip(memory, sizes, strict=True)]
+                return [each.tensor(*size) for each, size in zip(memory, sizes, strict=True)], memory
         except RuntimeError:
             return None
 
 
 class LayerPool:
-    """K and V of one cache's layers: blocks that caches share, and dense slots if those are records.
+    """K and V of one cache's layers: blocks that caches share and, where those are records, its slots.
 
-    A slot is a block in the model's dtype; a quantized layer keeps a few, `[slots, layers, kv_heads,
-    block_size, head_dim]`.
+    A slot is a dense block: quantized layers keep a few in the model's dtype.
     """
 
-    def __init__(self, tensors: PoolTensors, *, num_slots: int = 0) -> None:
+    def __init__(self, tensors: PoolTensors, num_slots: int) -> None:
         self.tensors = tensors
-        self.shape = tensors.shape
+        self.shape = shape = tensors.shape
         self.layout = tensors.layout
-        self.slots: PoolTensors | None = None  # of quantized layers
+        self.slots: PoolTensors | None = None
         if tensors.layout is not None:
-            self.slots = PoolTensors(
-                replace(tensors.shape, format=None),
-                num_blocks=num_slots,
-                num_layers=tensors.num_layers,
-                block_size=tensors.block_size,
-            )
+            dense = replace(shape, format=None)
+            self.slots = PoolTensors(dense, num_slots, tensors.num_layers, tensors.block_size)
 
     @property
     def keys(self) -> torch.Tensor:
@@ -237,7 +210,7 @@ class LayerPool:
 
     @property
     def values(self) -> torch.Tensor:
-        """`[blocks or slots, layers, kv_heads, block_size, v_head_dim]`."""
+        """The same, with the head dim of V."""
         return (self.slots or self.tensors).tensors[1]
 
     @property
@@ -273,14 +246,13 @@ class LayerPool:
     def grow_slots(self, num_slots: int) -> None:
         """Have so many slots; contents stay."""
         assert self.slots is not None, "only a quantized pool has slots"
-        held = range(self.slots.num_blocks)
-        self.slots = self.slots.copy(num_slots, dict.fromkeys(held, self.slots.block_size))
+        held = dict.fromkeys(range(self.slots.num_blocks), self.slots.block_size)
+        self.slots = self.slots.copy(num_slots, held)
 
     def copy(self, tensors: PoolTensors, used_slots: Mapping[int, int]) -> LayerPool:
         """The same layers of another cache, in these tensors or in a copy of them; its slots are its own."""
-        copied = LayerPool(tensors)
-        if self.slots is not None:
-            copied.slots = self.slots.copy(self.slots.num_blocks, used_slots)
+        copied = LayerPool(tensors, num_slots=0)
+        copied.slots = None if self.slots is None else self.slots.copy(self.slots.num_blocks, used_slots)
         return copied
 
     def _move(self, move: Callable[..., None], slots: list[int], ids: list[int]) -> None:

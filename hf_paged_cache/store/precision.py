@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_paged_cache import blocks
+from hf_paged_cache.blocks import DenseBlocks
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, kv_format
 
@@ -50,14 +50,7 @@ class Precision:
             needs_full_blocks=needs_full_blocks,
         )
 
-    def sink_blocks(self, block_size: int) -> int:
-        """Blocks at the beginning of every row that quantized layers keep as they came."""
-        return 1 if self.sink_tokens is None else self.sink_tokens // block_size
-
-    def residual_blocks(self, block_size: int) -> int:
-        """Blocks at the end that they keep, the one being filled included; 0: tokens go to bytes at once."""
-        return max(int(self.needs_full_blocks), self.residual_tokens // block_size)
-
-    def slots_per_row(self, block_size: int) -> int:
-        """Blocks in the model's dtype that a row can have at one time."""
-        return blocks.slots_per_row(self.sink_blocks(block_size), self.residual_blocks(block_size))
+    def dense_blocks(self, block_size: int) -> DenseBlocks:
+        """The blocks that quantized layers of a new cache keep as they came."""
+        sink_blocks = 1 if self.sink_tokens is None else self.sink_tokens // block_size
+        return DenseBlocks(sink_blocks, max(int(self.needs_full_blocks), self.residual_tokens // block_size))

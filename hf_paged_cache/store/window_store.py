@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from hf_paged_cache.blocks.block_pool import BlockPool
 
@@ -14,8 +16,36 @@ from .pool_tensors import PoolTensors
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import BlockManager
 
-    from .holder import Holder, Restore
-    from .pool_tensors import PoolShape
+    from .pool_tensors import LayerPool, PoolShape
+
+Restore = Callable[[], None]
+"""Puts something back as it was. Can be called again if it did not come to its end."""
+
+
+class RunningStep(Protocol):
+    """A forward that writes where layers were bound when it began."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended; False if nobody knows."""
+
+
+@dataclass(eq=False)
+class Holder:
+    """A layer group of one cache, as the window store knows it whose blocks it holds."""
+
+    manager: BlockManager  # which blocks, in which rows
+    pools: list[LayerPool]  # the tensors that they are read from
+    step: RunningStep | None = None  # what is writing to them; None between steps
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether tensors have to stay where they are.
+
+        A forward that has ended writes no more, also if nobody has looked at it since: an exception may have
+        left it for good.
+        """
+        return self.step is not None and not self.step.is_over
 
 
 class WindowStore:
@@ -30,7 +60,7 @@ class WindowStore:
         self.version = 0  # bumped when tensors are replaced; holders then look where their layers lie
         self.streams = Streams()  # of a GPU, that its blocks are used on
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-        self._left: deque[BlockManager] = deque()
+        self._left: deque[BlockManager] = deque()  # of holders that were dropped
 
     @property
     def num_blocks(self) -> int:
@@ -80,8 +110,7 @@ class WindowStore:
 
     def save(self) -> Restore:
         """Remember who uses it and where everything lies. Returns what makes it so again."""
-        holders, tensors = self.holders, list(self.tensors)
-        held = [each.held for each in tensors]
+        holders, held = self.holders, {each: each.held for each in self.tensors}
         num_blocks, version = self.num_blocks, self.version
 
         def restore() -> None:
@@ -91,8 +120,8 @@ class WindowStore:
             while self._left:  # dropped since, or before: nobody counts their blocks below
                 self._left.pop().forget()
             self._holders = weakref.WeakSet(holders)
-            self.tensors = list(tensors)
-            for each, before in zip(tensors, held, strict=True):
+            self.tensors = list(held)
+            for each, before in held.items():
                 each.held = before
             if self.version != version:
                 self.version += 1  # the larger tensors may have been found already
@@ -106,16 +135,10 @@ class WindowStore:
         for tensors in self.tensors:
             if tensors.shape == shape and tensors.claim(layer_idx):
                 return tensors
-        tensors = PoolTensors(
-            shape,
-            num_blocks=self.num_blocks,
-            num_layers=max(1, num_layers),
-            block_size=self.block_size,
-            grows=self.grows,
-        )
-        self.tensors.append(tensors)
-        tensors.claim(layer_idx)
-        return tensors
+        made = PoolTensors(shape, self.num_blocks, max(1, num_layers), self.block_size, grows=self.grows)
+        self.tensors.append(made)
+        made.claim(layer_idx)
+        return made
 
     def drop(self, tensors: PoolTensors) -> None:
         """Forget tensors that no holder uses."""
@@ -125,8 +148,7 @@ class WindowStore:
     def resize(self, num_blocks: int) -> dict[int, int]:
         """Have `num_blocks` in all tensors, enough for what is referenced; contents stay. All or none.
 
-        Returns:
-            Old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
+        Returns old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
         """
         used, more = self.blocks.referenced(), num_blocks - self.num_blocks
         # What other streams have queued ends before tensors are copied, and before they are freed.

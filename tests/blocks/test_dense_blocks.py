@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, slots_per_row
+from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks
 from tests.blocks.rows import Counted
 
 
@@ -159,7 +159,7 @@ def test_rows_keep_their_tokens_whatever_happens(sinks: int, residual: int, padd
         rows.write(tokens)
         expected = [text + token for text, token in zip(expected, tokens, strict=True)]
         assert [rows.content(row) for row in range(3)] == expected
-        assert len(rows.dense.live_slots(rows.manager)) <= 3 * slots_per_row(sinks, residual)
+        assert len(rows.dense.slots_by_id(rows.manager)) <= 3 * rows.dense.slots_per_row
 
 
 def test_slots_do_not_multiply_as_rows_go_on() -> None:
@@ -167,7 +167,7 @@ def test_slots_do_not_multiply_as_rows_go_on() -> None:
     rows.reserve(10)
     for _ in range(500):
         rows.reserve(1)
-    assert rows.dense.num_slots == 2 * slots_per_row(1, 1)
+    assert rows.dense.num_slots == 2 * rows.dense.slots_per_row
 
 
 def test_a_step_looks_at_as_many_ids_however_long_rows_are() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_paged_cache.blocks import BlockManager
-from hf_paged_cache.store.holder import Holder
-from hf_paged_cache.store.window_store import WindowStore
+from hf_paged_cache.store.window_store import Holder, WindowStore
 
 
 @dataclass
