@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,8 @@ class RowPlan(NamedTuple):
     offset: int  # columns before it begins, from now on
     new_tokens: int
     dropped: list[int]  # logical blocks to release: they left the window
-    first_new: int  # logical blocks that get an entry: NULL up to first_stored, then a block each
-    first_stored: int
-    end_blocks: int
+    num_nulls: int  # logical blocks that are added, but not stored
+    num_taken: int  # logical blocks that are added after those, each with a block of the pool
 
     @property
     def writes_to_last(self) -> bool:
@@ -159,7 +159,7 @@ class BlockManager:
         if not self.pool.can_allocate(needed_blocks):
             return None
         start = self.num_tokens
-        changed = [row.first_new for row in plan if row.end_blocks > row.first_new]
+        changed = [len(row.table.ids) for row in plan if row.num_nulls + row.num_taken]
         changed += self._let_go(plan)
         copies = self._make_last_writable(plan, changed)
         self._append(plan)
@@ -167,10 +167,7 @@ class BlockManager:
         return Reservation(start, start + num_new_tokens, copies, changed_from, needed_blocks)
 
     def let_go(self, num_new_tokens: int, *, keep_history: bool, padding_tokens: Sequence[int]) -> list[int]:
-        """The part of a `reserve` that gives blocks back; what is left of it can still be undone.
-
-        Returns the logical blocks from which on entries changed.
-        """
+        """The part of a `reserve` that cannot be undone: give blocks back. Logical blocks that changed."""
         return self._let_go(self._plan(num_new_tokens, keep_history, padding_tokens)[0])
 
     def crop(self, num_tokens: int) -> None:
@@ -205,10 +202,7 @@ class BlockManager:
             )
 
     def release_outside_window(self) -> bool:
-        """Release what the next token cannot attend. Returns whether any table entry changed.
-
-        Meant for rows that were reserved with `keep_history`, once nothing will be cropped any more.
-        """
+        """Release what `keep_history` kept and the next token cannot attend; whether there was any."""
         column = self._first_needed(self.num_tokens)
         return self._drop_before((table, table.token_at(column)) for table in self.tables)
 
@@ -240,13 +234,12 @@ class BlockManager:
 
     def fork(self, pool: BlockPool | None = None) -> BlockManager:
         """The same rows in another manager, by sharing their blocks or by the same ids in an empty pool."""
-        pool_of_fork = self.pool if pool is None else pool
-        fork = BlockManager(pool_of_fork.num_blocks, self.block_size, self.window, pool=pool_of_fork)
+        fork = copy.copy(self)
         fork.tables = [table.fork() for table in self.tables]
-        fork.first_held = self.first_held
         if pool is None:
             self.pool.share(self._stored_ids())
         else:
+            fork.pool = pool
             pool.rebuild(pool.num_blocks, fork.holdings())
         return fork
 
@@ -255,8 +248,7 @@ class BlockManager:
     ) -> dict[int, int] | None:
         """Begin with rows of so many tokens, padding included, whose tables name blocks by saved numbers.
 
-        Returns number -> id of the block that was taken for it, by rising numbers; `None` when there are too
-        few, then nothing has changed.
+        Number -> id of the block that was taken for it, by rising numbers; `None` when there are too few.
         """
         numbers = sorted({n for table in tables for n in table if n != NULL_BLOCK})
         taken = self.pool.allocate(len(numbers))
@@ -311,10 +303,7 @@ class BlockManager:
         return [(table.ids, table.num_sealed) for table in self.tables]
 
     def check_integrity(self, other_tables: Iterable[Iterable[int]] = ()) -> None:
-        """Raise an AssertionError if pool and rows do not agree, or rows with each other. O(pool).
-
-        Others than the rows hold references to the blocks of `other_tables`.
-        """
+        """Raise an AssertionError if pool, rows and the tables of others do not agree. O(pool)."""
         self.pool.check_integrity([*(table.ids for table in self.tables), *other_tables])
         for row, table in enumerate(self.tables):
             if table.end != self.num_tokens or table.blocks_needed(0) != 0:
@@ -334,7 +323,7 @@ class BlockManager:
                     )
 
     def _stored_ids(self) -> list[int]:
-        return [block_id for table in self.tables for block_id in table.stored_ids()]
+        return [block_id for table in self.tables for block_id in table.ids if block_id != NULL_BLOCK]
 
     def _plan(
         self, num_new_tokens: int, keep_history: bool, padding_tokens: Sequence[int]
@@ -356,7 +345,7 @@ class BlockManager:
         ]
         released = Counter(row.table.ids[i] for row in rows for i in row.dropped)
         freed = sum(self.pool.ref_count(block_id) == count for block_id, count in released.items())
-        taken = sum(row.end_blocks - row.first_stored for row in rows) + self._num_copies(rows, released)
+        taken = sum(row.num_taken for row in rows) + self._num_copies(rows, released)
         return rows, taken - freed
 
     def _offsets(self, end: int, padding_tokens: Sequence[int]) -> Sequence[int]:
@@ -376,18 +365,18 @@ class BlockManager:
 
     def _plan_row(self, table: BlockTable, offset: int, end: int, left: int, left_by_end: int) -> RowPlan:
         size, tokens = self.block_size, end - offset
-        first_new, end_blocks = len(table.ids), -(-tokens // size)
-        first_stored = min(max(first_new, (left_by_end - offset) // size), end_blocks)
+        num_new = -(-tokens // size) - len(table.ids)
+        num_nulls = min(max(0, (left_by_end - offset) // size - len(table.ids)), num_new)
         gone = range(table.num_dropped, table.token_at(left) // size)
         dropped = [i for i in gone if table.ids[i] != NULL_BLOCK]
-        return RowPlan(table, offset, tokens - table.num_tokens, dropped, first_new, first_stored, end_blocks)
+        return RowPlan(table, offset, tokens - table.num_tokens, dropped, num_nulls, num_new - num_nulls)
 
     def _let_go(self, plan: list[RowPlan]) -> list[int]:
         """Release what left the window. Returns logical blocks from which on entries changed."""
         self._seal_full_blocks()
-        ends = [(row.table, (row.dropped[-1] + 1) * self.block_size) for row in plan if row.dropped]
-        self._drop_before(ends)
-        return [row.dropped[0] for row in plan if row.dropped]
+        gone = [(row.table, row.dropped) for row in plan if row.dropped]
+        self._drop_before((table, (dropped[-1] + 1) * self.block_size) for table, dropped in gone)
+        return [dropped[0] for _, dropped in gone]
 
     def _drop_before(self, tokens: Iterable[tuple[BlockTable, int]]) -> bool:
         """Release the blocks before a token of each row; whether there are any."""
@@ -429,13 +418,11 @@ class BlockManager:
         return copies
 
     def _append(self, plan: list[RowPlan]) -> None:
-        wanted = sum(row.end_blocks - row.first_stored for row in plan)
+        wanted = sum(row.num_taken for row in plan)
         block_ids = self.pool.allocate(wanted)
         if block_ids is None:
             raise AssertionError(f"No {wanted} blocks were left, though enough were counted.")
         rest = iter(block_ids)
         for row in plan:
             row.table.offset = row.offset
-            nulls = [NULL_BLOCK] * (row.first_stored - row.first_new)
-            taken = islice(rest, row.end_blocks - row.first_stored)
-            row.table.append(row.new_tokens, [*nulls, *taken])
+            row.table.append(row.new_tokens, [NULL_BLOCK] * row.num_nulls + [*islice(rest, row.num_taken)])

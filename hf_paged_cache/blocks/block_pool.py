@@ -144,10 +144,7 @@ class BlockPool:
                 free.append(block_id)
 
     def release_later(self, block_ids: Sequence[int]) -> None:
-        """The same, but blocks without references become pending.
-
-        `flush_pending` or an `allocate` that is short of free blocks returns them in that order.
-        """
+        """The same, but blocks without references become pending until `flush_pending` or `allocate`."""
         for block_id in self._drop_references(block_ids):
             self._states[block_id] = _PENDING
             self._pending.append(block_id)
@@ -194,9 +191,8 @@ class BlockPool:
     def make_writable(self, block_id: int) -> int | None:
         """Give the holder of one reference a block that nobody else can see (copy-on-write).
 
-        The same one where there is one reference (reopened if it was sealed). Else a new open block: the
-        caller's reference has moved to it, and the caller has to copy the content. `None` when none can be
-        had.
+        The same one where there is one reference (reopened if it was sealed). Else a new open one, `None` if
+        there is none: the caller's reference has moved to it, and the caller has to copy the content.
         """
         if not self._is_known(block_id) or not self._ref_counts[block_id]:
             raise self._misuse("make writable", block_id, "only an open or a sealed block can be written to")
@@ -231,8 +227,7 @@ class BlockPool:
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
         """Raise an AssertionError unless free + pending + referenced + cached = total. O(pool).
 
-        Counts are checked against states, and against the ids in `tables` if they are given: those of
-        **every** holder of references, NULL_BLOCK entries or not.
+        Counts are checked against the ids in `tables` too, if given: those of **every** holder of references.
         """
         free, pending, cached = set(self._free), set(self._pending), set(self._cached)
         referenced = set(self.referenced())

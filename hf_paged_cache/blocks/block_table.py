@@ -88,12 +88,8 @@ class BlockTable:
         return dropped
 
     def fork(self) -> BlockTable:
-        """A second sequence with the same blocks so far. The caller shares `stored_ids()` in the pool."""
+        """A second sequence with the same blocks so far. The caller shares them in the pool."""
         return replace(self, ids=self.ids.copy(), dense=self.dense.copy())
-
-    def stored_ids(self) -> list[int]:
-        """The ids without NULL ones, in order."""
-        return [block_id for block_id in self.ids if block_id != NULL_BLOCK]
 
     def _require_token(self, token: int, name: str) -> None:
         if not 0 <= token <= self.num_tokens:

@@ -108,7 +108,7 @@ class Capacity:
             return rows * self.window_blocks(store.window)
         if not self.is_asked_for and (length := generation.generated_length()) is not None:
             return rows * -(-length // self._config.block_size)
-        if _grows_in_place(store):
+        if store.grows_in_place:
             return store.num_blocks + rows * -(-_RESERVE_TOKENS // self._config.block_size)
         return 2 * store.num_blocks
 
@@ -135,7 +135,7 @@ class Capacity:
         if self.is_asked_for or not block_bytes:
             return full
         budget = self._config.gpu_memory_utilization * free_memory_bytes(store.tensors[0].shape.device)
-        held = store.tensors[0].num_blocks if _grows_in_place(store) else 0
+        held = store.tensors[0].num_blocks if store.grows_in_place else 0
         return min(full, held + int(budget / block_bytes))
 
     def _check_memory(self, wanted_bytes: int, batch: int, device: torch.device) -> None:
@@ -166,10 +166,6 @@ class Capacity:
         A chunk of new tokens over a full window holds the old window beside the new one while it is computed.
         """
         return -(-(window - 1) // self._config.block_size_of(window)) + 1
-
-
-def _grows_in_place(store: WindowStore) -> bool:
-    return bool(store.tensors) and all(tensors.grows_in_place for tensors in store.tensors)
 
 
 def _is_taken_at_once(device: torch.device) -> bool:

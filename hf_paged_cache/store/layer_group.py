@@ -67,7 +67,7 @@ class LayerGroup:
         self.blocks: dict[int, LayerBlocks] = {}  # by layer; filled as layers claim their places
         self._pools: dict[int, LayerPool] = {}  # by layer
         self._tables = DeviceTables(self.manager, self.dense, row_blocks, is_fixed=self.HAS_FIXED_ROWS)
-        self._faults: dict[torch.device, Faults] = {}
+        self.faults: dict[torch.device, Faults] = {}
         self._store_version = store.version
         store.join(self.holder)
 
@@ -89,7 +89,8 @@ class LayerGroup:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools, those that are shared with other caches included."""
-        return self.store.nbytes + sum(pool.slot_bytes for pool in self.pools)
+        shared = sum(tensors.nbytes for tensors in self.store.tensors)
+        return shared + sum(pool.slot_bytes for pool in self.pools)
 
     def bytes_by_format(self) -> Counter[str]:
         """Format -> bytes of the blocks that hold tokens; `auto` is the model's dtype."""
@@ -125,7 +126,7 @@ class LayerGroup:
         """Begin with so many empty rows."""
         self.manager.start(batch)
         self._tables.tokens = 0
-        for faults in self._faults.values():  # of rows before; here, where there are none to go back to
+        for faults in self.faults.values():  # of rows before; here, where there are none to go back to
             faults.reset()
         self.dense.provide_rows(batch)
         self._grow_slots()
@@ -137,11 +138,6 @@ class LayerGroup:
         self._tables.tokens = 0
         self.dense.reset()
         self.holder.step = None
-
-    def check_faults(self) -> None:
-        """Raise UnstorableValueError if kernels of a GPU have met K or V that cannot be stored."""
-        for faults in self._faults.values():
-            faults.check()
 
     def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> list[int]:
         """Give back what a `reserve` with these arguments does not need any more.
@@ -166,8 +162,8 @@ class LayerGroup:
         for pool in self.pools:
             if pool.layout is not None and moves is not None:
                 pool.follow(moves)
-            elif reservation.copies:
-                pool.copy_blocks(*split_pairs(reservation.copies))
+            else:
+                pool.tensors.copy_blocks(reservation.copies)
         self.sync_tables(min(changed if moves is None else [*changed, *moves.columns]))
         self._tables.set_length(reservation.end)
 
@@ -222,10 +218,7 @@ class LayerGroup:
             self._judge(layer_idx, torch.stack(found))
 
     def _judge(self, layer_idx: int, keys: torch.Tensor) -> None:
-        """Let the guard decide on a layer, by full blocks `[..., kv_heads, block_size, head_dim]` of K.
-
-        Raises QuantizationError if they are unfit for its format, and the settings want an error for it.
-        """
+        """Let the guard decide on a layer, by full blocks `[..., kv_heads, block_size, head_dim]` of K."""
         kv_format = self.formats[layer_idx]
         assert kv_format is not None, "the guard concerns quantized layers"
         fault = key_guard.fault_of(layer_idx, kv_format, keys, raises=self._guard == "error")
@@ -251,10 +244,7 @@ class LayerGroup:
     # --- sizes of pools -------------------------------------------------------------------------------------
 
     def grow(self, num_blocks: int) -> bool:
-        """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none.
-
-        False if another cache is writing where its layers were bound: nothing has changed.
-        """
+        """Enlarge every pool; ids and contents stay. False, and no change, while another cache is writing."""
         can_move = self.store.can_move(self.holder)
         if can_move:
             self.store.resize(num_blocks)
@@ -274,8 +264,8 @@ class LayerGroup:
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
         version = self.store.version
-        for layer_idx in self._pools if self._store_version != version else ():
-            self._bind(layer_idx)
+        if self._store_version != version:
+            self._bind_all()
         self._store_version = version  # last: whoever is interrupted does it again
 
     # --- saved and copied -----------------------------------------------------------------------------------
@@ -362,7 +352,7 @@ class LayerGroup:
         copied = copy.copy(self)
         copied.dense = copy.deepcopy(self.dense)
         copied.formats, copied.unguarded = dict(self.formats), {*self.unguarded}
-        copied._faults = {device: faults.copy() for device, faults in self._faults.items()}
+        copied.faults = {device: faults.copy() for device, faults in self.faults.items()}
         copied.manager = self.manager.fork(None if store is None else store.blocks)
         copied._tables = self._tables.copy(copied.manager, copied.dense)
         tensors = [pool.tensors for pool in self.pools]
@@ -388,8 +378,7 @@ class LayerGroup:
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""
         if self._tables.sync(from_column):
-            for layer_idx in self._pools:
-                self._bind(layer_idx)
+            self._bind_all()
         if self.dense:
             columns = {
                 id(pool): self._tables.dense_columns(pool.shape.device, is_marked=pool.layout is not None)
@@ -402,6 +391,10 @@ class LayerGroup:
         self._pools[layer_idx] = pool
         self._bind(layer_idx)
         return self.blocks[layer_idx]
+
+    def _bind_all(self) -> None:
+        for layer_idx in self._pools:
+            self._bind(layer_idx)
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
@@ -419,9 +412,9 @@ class LayerGroup:
         blocks.records = None if pool.records is None else pool.records[:, place]
         blocks.form = pool.layout
         if pool.layout is not None and device.type != "cpu":
-            if device not in self._faults:
-                self._faults[device] = Faults(device, [i for i, each in self.formats.items() if each])
-            blocks.fault = self._faults[device].of(layer_idx)
+            if device not in self.faults:
+                self.faults[device] = Faults(device, [i for i, each in self.formats.items() if each])
+            blocks.fault = self.faults[device].of(layer_idx)
 
     def _enter_streams(self, *, takes_blocks: bool) -> None:
         """Order what follows after the other streams that use the store: see `Streams.enter`."""
@@ -440,11 +433,10 @@ class LayerGroup:
     def _grow_slots(self) -> None:
         """Make the pools as large as the slots that were given out."""
         num_slots = self.dense.num_slots
-        grown = [pool for pool in self.pools if pool.layout is not None and pool.keys.shape[0] < num_slots]
-        for pool in grown:
-            pool.grow_slots(num_slots)
-        for layer_idx in self._pools if grown else ():
-            self._bind(layer_idx)
+        for pool in self.pools:
+            if pool.slots is not None and pool.slots.num_blocks < num_slots:
+                pool.grow_slots(num_slots)
+                self._bind_all()
 
     def _tokens_in_blocks(self, tokens: int) -> dict[int, int]:
         """Block id -> how many of the first tokens of rows lie there, in the order of tables."""

@@ -49,7 +49,7 @@ class LayerGroups:
 
     @property
     def static(self) -> list[StaticGroup]:
-        """Those whose rows have all their blocks."""
+        """All of them where rows have all their blocks, otherwise none."""
         return cast("list[StaticGroup]", self.all) if self.is_static else []
 
     @property
@@ -85,10 +85,7 @@ class LayerGroups:
     # --- rows -----------------------------------------------------------------------------------------------
 
     def open_rows(self, new: NewTokens, *, keep_history: bool, would_be_static: bool) -> None:
-        """Begin with empty rows for tokens like these, in groups that are made if there are none.
-
-        Raises PoolExhausted if static rows cannot be that long.
-        """
+        """Begin with empty rows for tokens like these; PoolExhausted if static ones cannot be that long."""
         self.adapt(new.count)
         if not self._by_window:
             self.is_static = would_be_static
@@ -150,7 +147,8 @@ class LayerGroups:
                 row_group.lengthen(new_tokens)
             return
         for group in self.all:
-            group.check_faults()
+            for faults in group.faults.values():
+                faults.check()
             if new_tokens == 1 and not keep_history and group.window is not None:
                 self._give_back_chunk(group, group.window)
             group.store.collect()  # first: a block that only a dropped cache shares need not be copied

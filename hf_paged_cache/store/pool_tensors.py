@@ -112,11 +112,6 @@ class PoolTensors:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def grows_in_place(self) -> bool:
-        """Whether more blocks can come without a copy of those that there are."""
-        return bool(self.held[1])
-
-    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
         return self.num_layers * self.shape.block_bytes(self.block_size)
@@ -144,6 +139,11 @@ class PoolTensors:
                     content = self._first_tokens(content[None], self._indices([tokens]))[0]
                 new[moved.get(block_id, block_id)] = content
         return copied
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers at once: (source, target) ids (copy-on-write)."""
+        for tensor in self.tensors if pairs else ():
+            dispatch.copy_blocks(tensor, *split_pairs(pairs))
 
     def export(self, place: int, tokens: Mapping[int, int]) -> list[torch.Tensor]:
         """What one layer has in blocks, given as id -> first tokens of it: `[blocks, kv_heads, ...]`."""
@@ -223,25 +223,18 @@ class LayerPool:
         """Bytes of the slots."""
         return 0 if self.slots is None else self.slots.nbytes
 
-    def copy_blocks(self, src: list[int], dst: list[int]) -> None:
-        """Copy whole blocks, all layers at once (copy-on-write)."""
-        for tensor in self.tensors.tensors:
-            dispatch.copy_blocks(tensor, src, dst)
-
     def seal(self, slots: list[int], ids: list[int]) -> None:
         """Encode full blocks, all layers at once: slot -> record."""
         self._move(dispatch.encode_blocks, slots, ids)
 
     def follow(self, moves: Moves) -> None:
         """Bring slots and records up to what a reservation has changed in them."""
-        if moves.copied and self.slots is not None:
-            for tensor in self.slots.tensors:
-                dispatch.copy_blocks(tensor, *split_pairs(moves.copied))
+        assert self.slots is not None, "only a quantized pool has slots"
+        self.slots.copy_blocks(moves.copied)
         if moves.unsealed:
             ids, slots = split_pairs(moves.unsealed)
             self._move(dispatch.decode_blocks, slots, ids)
-        if moves.records:
-            self.copy_blocks(*split_pairs(moves.records))
+        self.tensors.copy_blocks(moves.records)
 
     def grow_slots(self, num_slots: int) -> None:
         """Have so many slots; contents stay."""
@@ -260,6 +253,6 @@ class LayerPool:
         move(self.layout, self.records, self.keys, self.values, slots, ids)
 
 
-def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def split_pairs(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """The first and the second of every pair."""
     return [first for first, _ in pairs], [second for _, second in pairs]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
     from .precision import Precision
     from .window_store import WindowStore
 
-DEVICES = frozenset({"cuda"})
-"""Device types where compiled steps pay."""
-_COPY_BYTES = 64 << 20
-"""About as much is copied aside at one time when rows change places."""
+DEVICES = frozenset({"cuda"})  # device types where compiled steps pay
+_COPY_BYTES = 64 << 20  # about as much is copied aside at one time when rows change places
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,7 @@ class StaticGroup(LayerGroup):
         return self.static_blocks[layer_idx].lengths[0]
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
-        """Give a layer its place.
-
-        Raises:
-            BackendUnavailable: The kernels that a compiled step calls cannot serve this layer.
-        """
+        """Give a layer its place; BackendUnavailable if the kernels of compiled steps cannot serve it."""
         blocks = super().claim(layer_idx, shape)
         name = dispatch.backend_name(blocks)
         if name != "triton":
@@ -130,11 +125,10 @@ class StaticGroup(LayerGroup):
 
     def check_rows(self, count: int) -> None:
         """Raise PagedCacheError unless there are so many rows."""
-        rows = self.manager.batch
-        if count != rows:
+        if count != self.manager.batch:
             raise PagedCacheError(
-                f"with compile=True the number of rows is fixed: there are {rows}, and {count} were asked "
-                "for. Make the cache without compile=True"
+                f"with compile=True the number of rows is fixed: there are {self.manager.batch}, and {count} "
+                "were asked for. Make the cache without compile=True"
             )
 
     def reorder(self, row_indices: Sequence[int]) -> None:
@@ -150,10 +144,8 @@ class StaticGroup(LayerGroup):
             step = max(1, _COPY_BYTES // (pool.tensors.bytes_per_block * len(moved)))
             for first in range(0, used, step):
                 columns = slice(first, min(first + step, used))
-                pool.copy_blocks(
-                    [block_id for source, _ in moved for block_id in rows[source].ids[columns]],
-                    [block_id for _, row in moved for block_id in rows[row].ids[columns]],
-                )
+                pairs = (zip(rows[a].ids[columns], rows[b].ids[columns], strict=True) for a, b in moved)
+                pool.tensors.copy_blocks([*chain.from_iterable(pairs)])
         self.manager.version += 1
 
     def bind_again(self) -> None:
@@ -172,12 +164,10 @@ class StaticGroup(LayerGroup):
         counted: set[torch.device] = set()
         for layer_idx, blocks in self.blocks.items():
             assert blocks.lengths is not None, "static groups keep lengths on every device"
-            pool = self._pools[layer_idx]
-            device, place = pool.shape.device, pool.tensors.layers[layer_idx]
-            lengths = blocks.lengths.on_device
-            self.static_blocks[layer_idx] = StaticBlocks(
-                pool.keys, pool.values, place, blocks.table, lengths, advances=device not in counted
-            )
-            counted.add(device)
-            for tensor in (pool.keys, pool.values, blocks.table, lengths):
+            pool, lengths = self._pools[layer_idx], blocks.lengths.on_device
+            place, advances = pool.tensors.layers[layer_idx], lengths.device not in counted
+            counted.add(lengths.device)
+            static = StaticBlocks(pool.keys, pool.values, place, blocks.table, lengths, advances)
+            self.static_blocks[layer_idx] = static
+            for tensor in (static.keys, static.values, static.table, lengths):
                 torch._dynamo.mark_static_address(tensor)

@@ -105,5 +105,5 @@ class Store:
 
     def collect(self) -> None:
         """Take back the blocks of caches that were dropped."""
-        for each in [each for each in self.by_window.values() if each.has_left]:
+        for each in [each for each in self.by_window.values() if each.left]:
             self.change(lambda: Saved(lambda: None, lambda: None), each.collect)

@@ -40,11 +40,7 @@ class Holder:
 
     @property
     def is_writing(self) -> bool:
-        """Whether tensors have to stay where they are.
-
-        A forward that has ended writes no more, also if nobody has looked at it since: an exception may have
-        left it for good.
-        """
+        """Whether tensors have to stay; not if an exception has ended the step, though nobody has seen."""
         return self.step is not None and not self.step.is_over
 
 
@@ -60,7 +56,7 @@ class WindowStore:
         self.version = 0  # bumped when tensors are replaced; holders then look where their layers lie
         self.streams = Streams()  # of a GPU, that its blocks are used on
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-        self._left: deque[BlockManager] = deque()  # of holders that were dropped
+        self.left: deque[BlockManager] = deque()  # of holders that were dropped
 
     @property
     def num_blocks(self) -> int:
@@ -83,30 +79,25 @@ class WindowStore:
         return len(self._holders) > 1
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensors.nbytes for tensors in self.tensors)
+    def grows_in_place(self) -> bool:
+        """Whether more blocks can come without a copy of those that there are."""
+        return bool(self.tensors) and all(memory for _, memory in (each.held for each in self.tensors))
 
     def join(self, holder: Holder) -> None:
         """Count another holder, and take its blocks back when it is dropped."""
         self._holders.add(holder)
         # In the middle of anything, so its blocks are only remembered here.
-        weakref.finalize(holder, self._left.append, holder.manager).atexit = False
+        weakref.finalize(holder, self.left.append, holder.manager).atexit = False
 
     def can_move(self, asking: Holder) -> bool:
         """Whether tensors may be replaced by others: no holder but the asking one is writing to them."""
         return not any(holder.is_writing for holder in self._holders if holder is not asking)
 
-    @property
-    def has_left(self) -> bool:
-        """Whether holders were dropped whose blocks have yet to be taken back."""
-        return bool(self._left)
-
     def collect(self) -> None:
         """Take back the blocks of holders that were dropped."""
-        while self._left:
-            self._left[0].reset()
-            self._left.popleft()
+        while self.left:
+            self.left[0].reset()
+            self.left.popleft()
 
     def save(self) -> Restore:
         """Remember who uses it and where everything lies. Returns what makes it so again."""
@@ -117,8 +108,8 @@ class WindowStore:
             for holder in self.holders:
                 if holder not in holders:
                     holder.manager.forget()
-            while self._left:  # dropped since, or before: nobody counts their blocks below
-                self._left.pop().forget()
+            while self.left:  # dropped since, or before: nobody counts their blocks below
+                self.left.pop().forget()
             self._holders = weakref.WeakSet(holders)
             self.tensors = list(held)
             for each, before in held.items():
@@ -148,7 +139,7 @@ class WindowStore:
     def resize(self, num_blocks: int) -> dict[int, int]:
         """Have `num_blocks` in all tensors, enough for what is referenced; contents stay. All or none.
 
-        Returns old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
+        Old -> new id of blocks that had higher ones: their contents have moved, and tables have to follow.
         """
         used, more = self.blocks.referenced(), num_blocks - self.num_blocks
         # What other streams have queued ends before tensors are copied, and before they are freed.
