@@ -18,8 +18,7 @@ KVCacheDtype: TypeAlias = Literal[LayerDtype, "adaptive"]
 
 KeyErrorGuard: TypeAlias = Literal["on", "off", "error"]
 
-DTYPE_ALIASES: Mapping[str, LayerDtype] = {"fp8_e4m3": "fp8"}
-"""Names that vLLM has for formats, and ours."""
+DTYPE_ALIASES: Mapping[str, LayerDtype] = {"fp8_e4m3": "fp8"}  # vLLM's name of a format -> ours
 
 LAYER_DTYPES: tuple[LayerDtype, ...] = tuple(n for n in get_args(LayerDtype) if n not in DTYPE_ALIASES)
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = (*LAYER_DTYPES, "adaptive")
@@ -28,8 +27,7 @@ assert set(LAYER_DTYPES) == {"auto", *FORMATS}, "the types name the formats that
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 256
-_WINDOW_EXCESS = 0.15
-"""Share of a window that may be held beside it, because blocks do not begin and end where it does."""
+_WINDOW_EXCESS = 0.15  # of a window that may be held beside it: blocks do not begin and end where it does
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-NULL_BLOCK = -1
-"""Table entry of a block whose tokens are not stored: they left the sliding window."""
+NULL_BLOCK = -1  # table entry of a block whose tokens are not stored: they left the sliding window
 
 
 class BlockState(IntEnum):
@@ -55,7 +54,6 @@ class BlockCounters:
     evicted: int = 0  # cached blocks whose content was forgotten for a new owner
 
     def __add__(self, other: BlockCounters) -> BlockCounters:
-        """The counts of two pools together."""
         return BlockCounters(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 

@@ -36,11 +36,7 @@ class RowPlan(NamedTuple):
     dropped: list[int]  # logical blocks to release: they left the window
     num_nulls: int  # logical blocks that are added, but not stored
     num_taken: int  # logical blocks that are added after those, each with a block of the pool
-
-    @property
-    def writes_to_last(self) -> bool:
-        """Whether the last block is partly filled, and new tokens go there."""
-        return self.new_tokens > 0 and self.table.num_tokens % self.table.block_size > 0
+    writes_to_last: bool  # the last block is partly filled, and new tokens go there
 
 
 class BlockManager:
@@ -69,9 +65,8 @@ class BlockManager:
     row 0    [ 0    1  2 ]        row 1 ... [ 3  4 ]: columns 3456 and 78
     ```
 
-    The manager has a pool of `num_blocks` to itself, or takes blocks of a `pool` that others hold blocks of
-    too. It is plain data and can be deep-copied. What does not fit the rows raises a PagedCacheError, and
-    nothing has changed.
+    Others may hold blocks of a `pool` that was given. A manager is plain data and can be deep-copied. What
+    does not fit the rows raises a PagedCacheError, and nothing has changed.
     """
 
     def __init__(
@@ -84,9 +79,7 @@ class BlockManager:
         self.block_size = block_size
         self.window = window  # tokens that a query sees, its own included; None for all
         self.tables: list[BlockTable] = []  # one per row; only `DenseBlocks` writes there, what is dense
-        # The first token that is what a forward stored. Those before it in its block came from somebody who
-        # had dropped them.
-        self.first_held = 0
+        self.first_held = 0  # first token that a forward stored; those before came from who had dropped them
         # Bumped by whatever takes content away from a row or gives it other content. Not by appending, nor
         # by copy-on-write: the content stays equal, and `Reservation.changed_from` tells of the new id.
         self.version = 0
@@ -209,9 +202,8 @@ class BlockManager:
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make row i a copy of what row `row_indices[i]` was, by sharing its blocks.
 
-        Beam search, selecting rows and repeating rows are all this: the number of rows may change, a row may
-        be used many times or never. Rows that stay where they are cost nothing; of the others only blocks
-        that differ from the row's earlier ones are counted up and down.
+        The number of rows may change, a row may be used many times or never. Rows that stay where they are
+        cost nothing; of the others only blocks that differ from the row's earlier ones are counted.
         """
         old, sources = self.tables, list(row_indices)
         if not sources or not all(0 <= source < len(old) for source in sources):
@@ -279,10 +271,7 @@ class BlockManager:
             self.forget()
 
     def save(self) -> Callable[[], None]:
-        """Remember the rows. Returns what makes them so again, without telling the pool (see its `rebuild`).
-
-        Blocks that are given back in between must not be filled.
-        """
+        """Remember the rows. Returns what makes them so again; pools find their counts by `rebuild` then."""
         tables, first_held = [table.fork() for table in self.tables], self.first_held
 
         def restore() -> None:
@@ -364,12 +353,13 @@ class BlockManager:
         return padding_tokens
 
     def _plan_row(self, table: BlockTable, offset: int, end: int, left: int, left_by_end: int) -> RowPlan:
-        size, tokens = self.block_size, end - offset
-        num_new = -(-tokens // size) - len(table.ids)
+        size, new_tokens = self.block_size, end - offset - table.num_tokens
+        num_new = table.blocks_needed(new_tokens)
         num_nulls = min(max(0, (left_by_end - offset) // size - len(table.ids)), num_new)
         gone = range(table.num_dropped, table.token_at(left) // size)
         dropped = [i for i in gone if table.ids[i] != NULL_BLOCK]
-        return RowPlan(table, offset, tokens - table.num_tokens, dropped, num_nulls, num_new - num_nulls)
+        writes_to_last = new_tokens > 0 and table.num_tokens % size > 0
+        return RowPlan(table, offset, new_tokens, dropped, num_nulls, num_new - num_nulls, writes_to_last)
 
     def _let_go(self, plan: list[RowPlan]) -> list[int]:
         """Release what left the window. Returns logical blocks from which on entries changed."""

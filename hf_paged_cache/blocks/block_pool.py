@@ -17,12 +17,10 @@ _FREE, _OPEN, _SEALED, _CACHED, _PENDING = (int(state) for state in BlockState)
 class BlockPool:
     """Reference counts and states of the blocks `0 … num_blocks - 1`; holds no content.
 
-    Blocks are handed out in this order:
-
-    1. free blocks, the latest returned first. At first that is 0, 1, 2, …: neighbours in memory are faster to
-       read. Later it prefers memory that was touched before over pages the system has yet to supply;
-    2. pending blocks, as many as are missing;
-    3. cached blocks, the one cached longest ago first (their content is forgotten).
+    Blocks are handed out in this order: (1) free blocks, the latest returned first. At first that is 0, 1, 2,
+    …: neighbours in memory are faster to read. Later it prefers memory that was touched before over pages the
+    system has yet to supply. (2) pending blocks, as many as are missing. (3) cached blocks, the one cached
+    longest ago first (their content is forgotten).
 
     `release`, `release_later` walk the ids they get from the **last to the first**. So the tail of a sequence
     is evicted before its prefix, which others are likelier to share; and free blocks come out again in the
@@ -61,11 +59,6 @@ class BlockPool:
     def num_referenced(self) -> int:
         """Blocks with at least one reference."""
         return self.num_blocks - self.num_free - self.num_pending
-
-    @property
-    def num_shared(self) -> int:
-        """Blocks with more than one reference. Walks the pool."""
-        return sum(count > 1 for count in self._ref_counts)
 
     def state(self, block_id: int) -> BlockState:
         """The state of a block."""
@@ -131,8 +124,7 @@ class BlockPool:
     def release(self, block_ids: Sequence[int], *, keep: bool = False) -> None:
         """Drop one reference to each block, from the last listed to the first.
 
-        A block without references becomes free; if it is sealed and `keep` is set it becomes cached instead
-        and is evicted after all that are cached now.
+        One without references becomes free or, if it is sealed and `keep` is set, the last to be evicted.
         """
         states, free = self._states, self._free
         for block_id in self._drop_references(block_ids):

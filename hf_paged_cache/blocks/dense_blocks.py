@@ -143,9 +143,10 @@ class DenseBlocks:
 
         return restore
 
-    def provide_rows(self, rows: int) -> None:
-        """Have the slots that so many rows can need."""
-        self._provide(rows * self.slots_per_row)
+    def provide(self, num_slots: int) -> None:
+        """Have so many slots at least."""
+        self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
+        self.num_slots = max(self.num_slots, num_slots)
 
     def check_integrity(self, manager: BlockManager) -> None:
         """Raise an AssertionError if two blocks have one slot, one is lost, or a table lists other blocks."""
@@ -171,10 +172,6 @@ class DenseBlocks:
             found += [(table, c) for c in table.dense if self.sink_blocks <= c < stop]
         return found
 
-    def _provide(self, num_slots: int) -> None:
-        self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
-        self.num_slots = max(self.num_slots, num_slots)
-
     def _slot_for(self, manager: BlockManager, block_id: int, kept: Collection[int] = ()) -> int:
         if block_id not in self._slots:
             if not self._free:
@@ -182,7 +179,7 @@ class DenseBlocks:
                 for stale in self._slots.keys() - held:
                     self._drop(stale)
             if not self._free:
-                self._provide(self.num_slots + max(1, self.num_slots // 2))
+                self.provide(self.num_slots + max(1, self.num_slots // 2))
             self._slots[block_id] = self._free.pop()
         return self._slots[block_id]
 

@@ -213,15 +213,13 @@ class Contents:
         """
         _, keys, values = behind[0]
         rows, end = self.rows, start + keys.shape[2]
-        self.layer_groups.check_room_for(start, keys.shape[2], rows.batch)
+        self.layer_groups.check_room_for(start, keys.shape[2])
         self.crop_to(start)
         # What is written now may lie where the tail did.
         self.layer_groups.store.keep(self._save)
         if not start:
             self.open_rows(NewTokens.of(keys, values), keep_history=rows.record_past)
-        self.layer_groups.reserve(
-            rows.batch, start, end - start, keep_history=rows.record_past, padding=padding.unstored
-        )
+        self.layer_groups.reserve(start, end - start, keep_history=rows.record_past, padding=padding.unstored)
         for index, keys, values in behind:
             dispatch.write(self.blocks[index], keys, values, start)
             rows.tokens[index] = end
@@ -271,7 +269,7 @@ class Contents:
         """
         if not (self.is_static and self.rows.batch):
             return
-        length = max(group.pull_length() for group in self.layer_groups.static)
+        length = max(group.tables.pull_length() for group in self.layer_groups.static)
         if length != self.rows.end:
             self.rows.lengthen(length)
         capacity = self.layer_groups.row_capacity_tokens

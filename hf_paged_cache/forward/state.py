@@ -149,7 +149,6 @@ class CacheState(Contents):
             self.open_rows(new, keep_history=keep_history)
         keep = partial(self.layer_groups.store.keep, self._save)
         self.layer_groups.reserve(
-            rows.batch,
             start,
             new.count,
             keep_history=keep_history,

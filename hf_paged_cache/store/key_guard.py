@@ -8,15 +8,12 @@ does not change a softmax.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
 from hf_paged_cache.errors import QuantizationError
+from hf_paged_cache.formats.record import KVFormat
 from hf_paged_cache.kernels.autocast import without_autocast
-
-if TYPE_CHECKING:
-    from hf_paged_cache.formats import KVFormat
 
 logger = logging.getLogger("hf_paged_cache")
 

@@ -6,7 +6,6 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -24,14 +23,13 @@ from .device.tables import DeviceTables
 from .pool_tensors import LayerPool, PoolShape, split_pairs
 from .saved import SavedGroup, SavedLayer
 from .store import Saved
-from .window_store import Holder
+from .window_store import Holder, WindowStore
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import KeyErrorGuard
     from hf_paged_cache.host.architectures import LayerSpec
 
     from .precision import Precision
-    from .window_store import WindowStore
 
 
 class LayerGroup:
@@ -66,7 +64,7 @@ class LayerGroup:
         self.holder = Holder(self.manager, self.pools)
         self.blocks: dict[int, LayerBlocks] = {}  # by layer; filled as layers claim their places
         self._pools: dict[int, LayerPool] = {}  # by layer
-        self._tables = DeviceTables(self.manager, self.dense, row_blocks, is_fixed=self.HAS_FIXED_ROWS)
+        self.tables = DeviceTables(self.manager, self.dense, row_blocks, is_fixed=self.HAS_FIXED_ROWS)
         self.faults: dict[torch.device, Faults] = {}
         self._store_version = store.version
         store.join(self.holder)
@@ -102,11 +100,6 @@ class LayerGroup:
                 total[shape.format.name] += (blocks - slots) * shape.block_bytes(self.block_size)
         return total
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the block tables and lengths that kernels read."""
-        return self._tables.nbytes
-
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
         shape = replace(shape, format=self.formats[layer_idx])
@@ -125,25 +118,24 @@ class LayerGroup:
     def start(self, batch: int) -> None:
         """Begin with so many empty rows."""
         self.manager.start(batch)
-        self._tables.tokens = 0
+        self.tables.tokens = 0
         for faults in self.faults.values():  # of rows before; here, where there are none to go back to
             faults.reset()
-        self.dense.provide_rows(batch)
+        self.dense.provide(batch * self.dense.slots_per_row)
         self._grow_slots()
         self.sync_tables()
 
     def reset(self) -> None:
         """Forget the rows and give their blocks back."""
         self.manager.reset()
-        self._tables.tokens = 0
+        self.tables.tokens = 0
         self.dense.reset()
         self.holder.step = None
 
     def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> list[int]:
-        """Give back what a `reserve` with these arguments does not need any more.
+        """Give back what a `reserve` with these arguments does not need any more; columns that changed.
 
-        Blocks and slots that were given back may be written anew, so this cannot be undone; nor need it be.
-        Returns columns of the tables from which on entries have changed; `reserve` wants to know them.
+        What was given back may be written anew, so this cannot be undone; nor need it be.
         """
         self.bind_again()
         changed = self.dense.release_full(self.manager, new_tokens)
@@ -152,11 +144,13 @@ class LayerGroup:
     def reserve(
         self, new_tokens: int, changed: list[int], *, keep_history: bool, padding: Sequence[int] = ()
     ) -> None:
-        """Make room for new tokens, after `let_go` (which tells what has changed); there is room."""
+        """Make room for new tokens, after `let_go`, which tells what has changed; there are blocks enough."""
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding_tokens=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed = [*changed, reservation.changed_from]
-        self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
+        takes_blocks = reservation.changed_from * self.block_size < reservation.end
+        for device in {pool.shape.device for pool in self.pools}:
+            self.store.streams.enter(device, takes_blocks=takes_blocks)
         moves = self.dense.follow(self.manager, reservation) if self.dense else None
         self._grow_slots()
         for pool in self.pools:
@@ -165,14 +159,14 @@ class LayerGroup:
             else:
                 pool.tensors.copy_blocks(reservation.copies)
         self.sync_tables(min(changed if moves is None else [*changed, *moves.columns]))
-        self._tables.set_length(reservation.end)
+        self.tables.set_length(reservation.end)
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
         self.manager.crop(num_tokens)
-        if self._tables.offsets != self.manager.offsets:
+        if self.tables.offsets != self.manager.offsets:
             self.sync_tables()
-        self._tables.set_length(num_tokens)
+        self.tables.set_length(num_tokens)
 
     def release_outside_window(self) -> None:
         """Give back what was only kept for a roll-back."""
@@ -182,7 +176,7 @@ class LayerGroup:
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference."""
         self.manager.reorder(row_indices)
-        self.dense.provide_rows(self.manager.batch)
+        self.dense.provide(self.manager.batch * self.dense.slots_per_row)
         self._grow_slots()
         self.sync_tables()
 
@@ -191,17 +185,16 @@ class LayerGroup:
     def seal_full(self, new_tokens: int) -> None:
         """Encode the blocks that are full when so many tokens come, after the guard has looked at them.
 
-        They are read from their slots as before, until as many are reserved. Another cache may have sealed a
-        block that is shared; the bytes are the same.
+        They are read from their slots until those are reserved. Caches that share a block seal it alike.
         """
         slots, ids = split_pairs(self.dense.full(self.manager, new_tokens))
         if not slots:
             return
         for layer_idx in sorted(self.unguarded & self.blocks.keys()):
             self._judge(layer_idx, self.blocks[layer_idx].keys[slots])
-        self._enter_streams(takes_blocks=False)
         for pool in self.pools:
             if pool.layout is not None:
+                self.store.streams.enter(pool.shape.device, takes_blocks=False)
                 pool.seal(slots, ids)
 
     def check_keys(self, layer_idx: int, key_states: torch.Tensor, start: int) -> None:
@@ -210,9 +203,9 @@ class LayerGroup:
         found: list[torch.Tensor] = []
         for row, table in enumerate(self.manager.tables):
             columns = range(-(-table.token_at(start) // size), table.token_at(end) // size)
-            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in table.dense)
-            for column in islice(encoded, 1):
-                first = table.offset + column * size - start
+            encoded = [c for c in columns if table.ids[c] != NULL_BLOCK and c not in table.dense]
+            if encoded:
+                first = table.offset + encoded[0] * size - start
                 found.append(key_states[row, :, first : first + size])
         if found:
             self._judge(layer_idx, torch.stack(found))
@@ -318,7 +311,7 @@ class LayerGroup:
                 pool.slots.import_(place, slots, kv)
                 pool.tensors.import_(place, encoded, (layer.records,))
         self.sync_tables()
-        self._tables.set_length(length)
+        self.tables.set_length(length)
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
@@ -335,26 +328,23 @@ class LayerGroup:
             restore_dense()
 
         def follow() -> None:
-            self._tables.tokens = tokens
+            self.tables.tokens = tokens
             self.sync_tables()
             self._store_version = -1
             self.bind_again()
-            self._tables.set_length(tokens)
+            self.tables.set_length(tokens)
 
         return Saved(restore, follow)
 
     def fork(self, store: WindowStore | None = None) -> Self:
-        """The same rows for another cache, by sharing their blocks; dense slots are copied.
-
-        With a store, an empty one, the blocks in use are copied there instead.
-        """
+        """The same rows for another cache: blocks are shared, or copied to an empty store, slots copied."""
         slots, held = self.dense.slots_by_id(self.manager), self._tokens_in_blocks(self.num_tokens)
         copied = copy.copy(self)
         copied.dense = copy.deepcopy(self.dense)
         copied.formats, copied.unguarded = dict(self.formats), {*self.unguarded}
         copied.faults = {device: faults.copy() for device, faults in self.faults.items()}
         copied.manager = self.manager.fork(None if store is None else store.blocks)
-        copied._tables = self._tables.copy(copied.manager, copied.dense)
+        copied.tables = self.tables.copy(copied.manager, copied.dense)
         tensors = [pool.tensors for pool in self.pools]
         if store is not None:
             copied.store = store
@@ -377,11 +367,11 @@ class LayerGroup:
 
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""
-        if self._tables.sync(from_column):
+        if self.tables.sync(from_column):
             self._bind_all()
         if self.dense:
             columns = {
-                id(pool): self._tables.dense_columns(pool.shape.device, is_marked=pool.layout is not None)
+                id(pool): self.tables.dense_columns(pool.shape.device, is_marked=pool.layout is not None)
                 for pool in self.pools
             }
             for layer_idx, blocks in self.blocks.items():
@@ -403,11 +393,11 @@ class LayerGroup:
         is_marked = bool(self.dense) and pool.layout is not None
         keys, values = pool.keys[:, place], pool.values[:, place]
         if layer_idx not in self.blocks:
-            table = self._tables.table(device, is_marked=is_marked)
+            table = self.tables.table(device, is_marked=is_marked)
             self.blocks[layer_idx] = LayerBlocks(keys, values, table)
         blocks = self.blocks[layer_idx]
         blocks.native = blocks.choice = None  # first: what it points to may go
-        self._tables.bind(blocks, device, is_marked=is_marked)
+        self.tables.bind(blocks, device, is_marked=is_marked)
         blocks.keys, blocks.values = keys, values
         blocks.records = None if pool.records is None else pool.records[:, place]
         blocks.form = pool.layout
@@ -415,11 +405,6 @@ class LayerGroup:
             if device not in self.faults:
                 self.faults[device] = Faults(device, [i for i, each in self.formats.items() if each])
             blocks.fault = self.faults[device].of(layer_idx)
-
-    def _enter_streams(self, *, takes_blocks: bool) -> None:
-        """Order what follows after the other streams that use the store: see `Streams.enter`."""
-        for device in {pool.shape.device for pool in self.pools}:
-            self.store.streams.enter(device, takes_blocks=takes_blocks)
 
     def _pool_for(self, layer_idx: int, shape: PoolShape, num_layers: int) -> LayerPool:
         """A pool where a layer has a place; if tensors have to be made, for so many layers."""
@@ -435,7 +420,8 @@ class LayerGroup:
         num_slots = self.dense.num_slots
         for pool in self.pools:
             if pool.slots is not None and pool.slots.num_blocks < num_slots:
-                pool.grow_slots(num_slots)
+                held = dict.fromkeys(range(pool.slots.num_blocks), self.block_size)
+                pool.slots = pool.slots.copy(num_slots, held)
                 self._bind_all()
 
     def _tokens_in_blocks(self, tokens: int) -> dict[int, int]:

@@ -14,17 +14,16 @@ from .capacity import Capacity
 from .layer_group import LayerGroup
 from .pool_tensors import NewTokens, PoolShape
 from .precision import Precision
+from .saved import SavedCache
 from .store import Saved, Store
-from .window_store import WindowStore
+from .window_store import RunningStep, WindowStore
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import PagedCacheConfig
     from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
 
-    from .saved import SavedCache
     from .static_group import StaticGroup
-    from .window_store import RunningStep
 
 
 class LayerGroups:
@@ -120,7 +119,6 @@ class LayerGroups:
 
     def reserve(
         self,
-        batch: int,
         start: int,
         new_tokens: int,
         *,
@@ -134,17 +132,16 @@ class LayerGroups:
         that need not be stored; empty if there are no more. `let_go` is called when what is not needed any
         more was given back; only what follows can be undone.
 
-        Raises:
-            PoolExhausted: Too few blocks. Nothing was written, nothing changed.
-            QuantizationError: The guard found K of a layer unfit for its format. Nothing changed.
-            UnstorableValueError: An earlier step gave a quantized layer on a GPU what cannot be stored.
+        Raises PoolExhausted, QuantizationError (the guard's), or UnstorableValueError, for what an earlier
+        step gave a quantized layer on a GPU. Nothing has changed then.
         """
         if self.is_static:
             if start + new_tokens > self.row_capacity_tokens:
-                raise self.no_static_room(start + new_tokens, self.row_capacity_tokens, batch)
+                rows = self.all[0].manager.batch
+                raise self.no_static_room(start + new_tokens, self.row_capacity_tokens, rows)
             let_go()
-            for row_group in self.static:
-                row_group.lengthen(new_tokens)
+            for group in self.all:  # its rows have their blocks, those of padding too
+                group.tables.set_length(group.num_tokens + new_tokens)
             return
         for group in self.all:
             for faults in group.faults.values():
@@ -154,7 +151,7 @@ class LayerGroups:
             group.store.collect()  # first: a block that only a dropped cache shares need not be copied
             manager = group.manager
             needed = manager.blocks_needed(new_tokens, keep_history=keep_history, padding_tokens=padding)
-            self._make_room(group, batch, new_tokens, needed)
+            self._make_room(group, new_tokens, needed)
         for group in self.all:
             group.seal_full(new_tokens)
         changed = [group.let_go(new_tokens, keep_history=keep_history, padding=padding) for group in self.all]
@@ -162,23 +159,23 @@ class LayerGroups:
         for group, columns in zip(self.all, changed, strict=True):
             group.reserve(new_tokens, columns, keep_history=keep_history, padding=padding)
 
-    def check_room_for(self, start: int, new_tokens: int, batch: int) -> None:
+    def check_room_for(self, start: int, new_tokens: int) -> None:
         """Raise PoolExhausted unless rows that are cropped to `start` tokens can take so many after that."""
         for group in self.all:
             group.store.collect()
-            self._make_room(group, batch, new_tokens, group.manager.blocks_after_crop(start, new_tokens))
+            self._make_room(group, new_tokens, group.manager.blocks_after_crop(start, new_tokens))
 
-    def _make_room(self, group: LayerGroup, batch: int, new_tokens: int, needed: int) -> None:
+    def _make_room(self, group: LayerGroup, new_tokens: int, needed: int) -> None:
         """Raise unless a group can take the new tokens, growing it where its rows have become more."""
         if self._provide(group, needed):
             return
         size, free, caches = group.block_size, group.store.num_available, len(group.store.holders)
         shared = f", which {caches} caches share" if caches > 1 else ""
         raise PoolExhausted(
-            f"{new_tokens} new tokens for {batch} rows need {needed} blocks of {size} tokens, and {free} of "
-            f"{group.store.num_blocks} are free{shared}; nothing was written. Ways out: a larger "
-            f"`PagedCache(..., max_tokens=...)` (now {group.store.num_blocks * size} tokens over all rows), "
-            "`cache.crop(...)`, `cache.reset()`, or a smaller batch",
+            f"{new_tokens} new tokens for {group.manager.batch} rows need {needed} blocks of {size} tokens, "
+            f"and {free} of {group.store.num_blocks} are free{shared}; nothing was written. Ways out: a "
+            f"larger `PagedCache(..., max_tokens=...)` (now {group.store.num_blocks * size} tokens over all "
+            "rows), `cache.crop(...)`, `cache.reset()`, or a smaller batch",
             needed_blocks=needed,
             free_blocks=free,
             block_size=size,
@@ -261,10 +258,7 @@ class LayerGroups:
         return copied
 
     def _prepare_to_share(self, group: LayerGroup) -> None:
-        """Enlarge pools for one more cache, now that they may move: not while another thread is writing.
-
-        On a GPU that is put off until it is needed, except for windows, whose pools are small.
-        """
+        """Enlarge pools for one more cache while they may move; on a GPU only the small ones of windows."""
         is_cpu = all(pool.shape.device.type == "cpu" for pool in group.pools)
         if group.pools and (is_cpu or group.window is not None):
             num_blocks = self._capacity.shared_blocks(group.store)
@@ -274,9 +268,8 @@ class LayerGroups:
     def beside(self, saved: SavedCache | None = None, first_tokens: int = 0) -> LayerGroups:
         """Groups with saved contents, or none, beside these, which stay as they are. Part of a change.
 
-        They take blocks of the same store if enough are free there, otherwise they have one of their own.
-        Contents were checked, and have rows; formats are as for a prompt of `first_tokens`. Raises
-        PoolExhausted if a pool for so many rows cannot hold them.
+        They take blocks of the same store if enough are free there, else of a new one; PoolExhausted if that
+        is too small too. Contents were checked; formats are as for a prompt of `first_tokens`.
         """
         beside = copy.copy(self)
         beside._by_window, beside.blocks = {}, {}
@@ -287,19 +280,15 @@ class LayerGroups:
             group.store.collect()
         if any(group.store.num_available < needed[group.window] for group in self.all):
             beside.store = Store()
-        beside._fill(saved, first_tokens, {group.window: group.store.num_blocks for group in self.all})
-        return beside
-
-    def _fill(self, saved: SavedCache, first_tokens: int, before: dict[int | None, int]) -> None:
+        before = {group.window: group.store.num_blocks for group in self.all}
         layer = next(layer for group in saved.groups for layer in group.layers.values())
         new = NewTokens(saved.batch, first_tokens, PoolShape.of(layer.keys, layer.values))
-        self.open_rows(new, keep_history=saved.record_past, would_be_static=False)
+        beside.open_rows(new, keep_history=saved.record_past, would_be_static=False)
         for saved_group in saved.groups:
-            window, count = saved_group.window, saved_group.num_blocks
-            group = self._by_window[window]
+            group, count = beside._by_window[saved_group.window], saved_group.num_blocks
             # With more history than its windows need, it may want more than they do. And what a pool of this
             # cache had room for, made for more rows maybe, another one takes as well.
-            if not self._provide(group, count, before.get(window, 0)):
+            if not self._provide(group, count, before.get(group.window, 0)):
                 free = group.store.num_available
                 raise PoolExhausted(
                     f"state_dict holds {count} blocks of {group.block_size} tokens, and the pool has {free} "
@@ -309,7 +298,8 @@ class LayerGroups:
                     block_size=group.block_size,
                 )
             group.import_(saved_group, saved.length)
-            self.blocks |= group.blocks
+            beside.blocks |= group.blocks
+        return beside
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
@@ -340,7 +330,7 @@ class LayerGroups:
             from .static_group import StaticGroup  # with all that only compiled steps need
 
             return StaticGroup(specs, store, self.precision, row_blocks=num_blocks // batch)
-        row_blocks, guard = self._capacity.row_blocks(size), self._config.key_error_guard
+        row_blocks, guard = self._capacity.full_blocks(1, size), self._config.key_error_guard
         return LayerGroup(specs, store, self.precision, row_blocks=row_blocks, guard=guard)
 
     def _fit_static_rows(self, new: NewTokens, capacity: dict[int | None, int]) -> None:
@@ -353,8 +343,11 @@ class LayerGroups:
             raise self.no_static_room(new.count, row_tokens, new.batch)
         for window, size in sizes.items():
             capacity[window] = new.batch * -(-row_tokens // size)
-        for group in self.static:
-            group.resize(capacity[group.window] // new.batch, capacity[group.window])
+        for group in self.all:
+            num_blocks = capacity[group.window]
+            group.tables.row_blocks = num_blocks // new.batch
+            if num_blocks > group.store.num_blocks:
+                group.grow(num_blocks)
 
     def no_static_room(self, tokens: int, capacity: int, rows: int) -> PoolExhausted:
         """What to raise when static rows cannot be that long."""

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
-from hf_paged_cache.formats.record import blank_beyond
+from hf_paged_cache.formats.record import KVFormat, RecordFormat, blank_beyond
 from hf_paged_cache.kernels import dispatch
 
 from .device.memory import allocate
-from .device.virtual_memory import growing_memory
+from .device.virtual_memory import GrowingMemory, growing_memory
 
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import Moves
-    from hf_paged_cache.formats import KVFormat, RecordFormat
 
-    from .device.virtual_memory import GrowingMemory
-
-Held = tuple[list[torch.Tensor], "list[GrowingMemory]"]
-"""Tensors, and the memory that they lie in where that can grow; replaced as one."""
-
-_NOWHERE: Mapping[int, int] = MappingProxyType({})
+# Tensors, and the memory that they lie in where that can grow; replaced as one.
+Held = tuple[list[torch.Tensor], list[GrowingMemory]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +117,7 @@ class PoolTensors:
         return layer_idx in self.layers
 
     def copy(
-        self, num_blocks: int, used: Mapping[int, int], moved: Mapping[int, int] = _NOWHERE
+        self, num_blocks: int, used: Mapping[int, int], moved: Mapping[int, int] | None = None
     ) -> PoolTensors:
         """The same layers in tensors of their own, which have `num_blocks`.
 
@@ -131,7 +125,7 @@ class PoolTensors:
         it has one. Others are not touched, and so cost nothing.
         """
         copied = PoolTensors(self.shape, num_blocks, self.num_layers, self.block_size, grows=self.grows)
-        copied.layers = dict(self.layers)
+        copied.layers, moved = dict(self.layers), moved or {}
         for new, old in zip(copied.tensors, self.tensors, strict=True):
             for block_id, tokens in used.items():
                 content = old[block_id]
@@ -170,7 +164,6 @@ class PoolTensors:
         return held or self.copy(num_blocks, dict.fromkeys(used, self.block_size), moved).held
 
     def _sizes(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Sizes and dtypes of the tensors."""
         shape, leading = self.shape, (num_blocks, self.num_layers, self.shape.kv_heads)
         if self.layout is not None:
             return [((*leading, self.layout.nbytes), torch.uint8)]
@@ -235,12 +228,6 @@ class LayerPool:
             ids, slots = split_pairs(moves.unsealed)
             self._move(dispatch.decode_blocks, slots, ids)
         self.tensors.copy_blocks(moves.records)
-
-    def grow_slots(self, num_slots: int) -> None:
-        """Have so many slots; contents stay."""
-        assert self.slots is not None, "only a quantized pool has slots"
-        held = dict.fromkeys(range(self.slots.num_blocks), self.slots.block_size)
-        self.slots = self.slots.copy(num_slots, held)
 
     def copy(self, tensors: PoolTensors, used_slots: Mapping[int, int]) -> LayerPool:
         """The same layers of another cache, in these tensors or in a copy of them; its slots are its own."""

@@ -55,7 +55,7 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class SavedPadding:
-    """What is remembered of rows that begin with padding; see `padding.Padding`."""
+    """What is remembered of rows that begin with padding; see `left_padding.Padding`."""
 
     tokens: list[int]
     is_left_out: bool

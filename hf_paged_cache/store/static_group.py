@@ -2,8 +2,7 @@
 
 A compiled step runs no Python: it finds tables, lengths and pools where they were when it was traced, and
 counts new tokens itself, on the device. So a row gets all its blocks at once, tensors stay in place, and the
-host asks for the length when it is asked for it. (The static cache of `transformers` works by the same
-rules.)
+host asks for the length when it is asked for it; these are the rules of the static cache of `transformers`.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ import torch
 
 from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
 from hf_paged_cache.kernels import dispatch, triton
-from hf_paged_cache.kernels.call import StaticBlocks
+from hf_paged_cache.kernels.call import LayerBlocks, StaticBlocks
 
 from .layer_group import LayerGroup
+from .pool_tensors import PoolShape
+from .window_store import WindowStore
 
 if TYPE_CHECKING:
     import weakref
 
     from hf_paged_cache.host.architectures import LayerSpec
-    from hf_paged_cache.kernels.call import LayerBlocks
 
-    from .pool_tensors import PoolShape
     from .precision import Precision
-    from .window_store import WindowStore
 
 DEVICES = frozenset({"cuda"})  # device types where compiled steps pay
 _COPY_BYTES = 64 << 20  # about as much is copied aside at one time when rows change places
@@ -77,20 +75,12 @@ class StaticGroup(LayerGroup):
     @property
     def capacity_tokens(self) -> int:
         """Tokens that a row can hold."""
-        return self._tables.row_blocks * self.block_size
+        return self.tables.row_blocks * self.block_size
 
     @property
     def num_tokens(self) -> int:
         """Tokens of every row, as far as the host knows."""
-        return self._tables.tokens
-
-    def pull_length(self) -> int:
-        """Tokens of every row, asked of the device."""
-        return self._tables.pull_length()
-
-    def length_tensor(self, layer_idx: int) -> torch.Tensor:
-        """Tokens of a row, as a tensor of no dims on the layer's device."""
-        return self.static_blocks[layer_idx].lengths[0]
+        return self.tables.tokens
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place; BackendUnavailable if the kernels of compiled steps cannot serve it."""
@@ -111,17 +101,13 @@ class StaticGroup(LayerGroup):
         reservation = self.manager.reserve(self.capacity_tokens, keep_history=True)
         assert reservation is not None, "a static pool holds all blocks of its rows"
         self.sync_tables()
-        self._tables.set_length(0)
+        self.tables.set_length(0)
         self._rebuild()
-
-    def lengthen(self, new_tokens: int) -> None:
-        """Count new tokens; their blocks are there, those of padding too."""
-        self._tables.set_length(self.num_tokens + new_tokens)
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens; the blocks stay."""
         self.manager.version += 1
-        self._tables.set_length(num_tokens)
+        self.tables.set_length(num_tokens)
 
     def check_rows(self, count: int) -> None:
         """Raise PagedCacheError unless there are so many rows."""
@@ -152,12 +138,6 @@ class StaticGroup(LayerGroup):
         """As in `LayerGroup`; compiled steps then find other tensors."""
         super().bind_again()
         self._rebuild()
-
-    def resize(self, row_blocks: int, num_blocks: int) -> None:
-        """Other rows: so many blocks each, in pools of so many. Only without rows."""
-        self._tables.row_blocks = row_blocks
-        if num_blocks > self.store.num_blocks:
-            self.grow(num_blocks)
 
     def _rebuild(self) -> None:
         """Note where everything lies, and that it will stay there."""

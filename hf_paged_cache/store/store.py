@@ -53,10 +53,8 @@ class Store:
 
         It is good from one assignment on, the last line here. If it raises, or is interrupted at any line,
         everything is put back; if that is interrupted as well, whoever comes next does it first. What `make`
-        overwrites in tensors must lie in blocks that were free when it began, or `keep` has to be called
-        first.
-
-        Raises a PagedCacheError if a change is in progress in this very thread: a signal's handler asks, say.
+        overwrites in tensors must lie in blocks that were free when it began, or `keep` has to come before.
+        A change within a change raises a PagedCacheError: a signal's handler may ask for one.
         """
         with self.lock:
             if not self.recover():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -11,15 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 from hf_paged_cache.blocks.block_pool import BlockPool
 
 from .device.streams import Streams
-from .pool_tensors import PoolTensors
+from .pool_tensors import LayerPool, PoolShape, PoolTensors
 
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import BlockManager
 
-    from .pool_tensors import LayerPool, PoolShape
-
-Restore = Callable[[], None]
-"""Puts something back as it was. Can be called again if it did not come to its end."""
+Restore = Callable[[], None]  # puts something back as it was; is called again if it did not come to its end
 
 
 class RunningStep(Protocol):
@@ -56,7 +52,7 @@ class WindowStore:
         self.version = 0  # bumped when tensors are replaced; holders then look where their layers lie
         self.streams = Streams()  # of a GPU, that its blocks are used on
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-        self.left: deque[BlockManager] = deque()  # of holders that were dropped
+        self.left: list[BlockManager] = []  # of holders that were dropped; their blocks are yet to be taken
 
     @property
     def num_blocks(self) -> int:
@@ -97,7 +93,7 @@ class WindowStore:
         """Take back the blocks of holders that were dropped."""
         while self.left:
             self.left[0].reset()
-            self.left.popleft()
+            del self.left[0]
 
     def save(self) -> Restore:
         """Remember who uses it and where everything lies. Returns what makes it so again."""

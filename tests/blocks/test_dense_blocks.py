@@ -19,7 +19,7 @@ class Rows:
         self.manager = BlockManager(num_blocks, 4, window=window)
         self.dense = DenseBlocks(sinks, residual)
         self.manager.start(batch)
-        self.dense.provide_rows(batch)
+        self.dense.provide(batch * self.dense.slots_per_row)
         self.records: dict[int, str] = {}
         self.slots: dict[int, str] = {}
 

@@ -23,7 +23,7 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return min(_meminfo_bytes("MemAvailable") or _physical_ram_bytes(), _cgroup_headroom_bytes())
+    return min(_system_bytes("MemAvailable"), _cgroup_headroom_bytes())
 
 
 def total_memory_bytes(device: torch.device) -> int | None:
@@ -32,19 +32,16 @@ def total_memory_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type != "cpu":
         return None
-    return _meminfo_bytes("MemTotal", "SwapTotal") or _physical_ram_bytes()
+    return _system_bytes("MemTotal", "SwapTotal")
 
 
-def _meminfo_bytes(*names: str) -> int:
-    """Sum of what Linux says under these names; 0 elsewhere."""
+def _system_bytes(*names: str) -> int:
+    """Sum of what Linux says under these names; elsewhere the physical RAM."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in names)
-
-
-def _physical_ram_bytes() -> int:
+    found = sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in names)
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):  # a system without these names
         return sys.maxsize
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
 
-from hf_paged_cache.kernels.call import NULL_BLOCK, RowLengths, dense_entry
+from hf_paged_cache.kernels.call import NULL_BLOCK, LayerBlocks, RowLengths, dense_entry
 
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import BlockManager, DenseBlocks
-    from hf_paged_cache.kernels.call import LayerBlocks
 
 
 class DeviceTables:
@@ -92,13 +92,7 @@ class DeviceTables:
 
     def copy(self, manager: BlockManager, dense: DenseBlocks) -> DeviceTables:
         """The same for a copy of the rows, in tensors of its own."""
-        copied = DeviceTables(manager, dense, self.row_blocks, is_fixed=self._is_fixed)
-        copied.tokens, copied.offsets = self.tokens, self.offsets
-        copied._tables = {key: table.clone() for key, table in self._tables.items()}
-        copied._lengths = {
-            device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
-        }
-        return copied
+        return copy.deepcopy(self, {id(self._manager): manager, id(self._dense): dense})
 
     def _rows(self, is_marked: bool, from_column: int) -> list[list[int]]:
         """The entries of all rows from one column on."""
@@ -134,7 +128,6 @@ class DeviceTables:
 
 
 def _write_rows(table: torch.Tensor, rows: list[list[int]], from_column: int) -> None:
-    """Write the entries of all rows from one column on."""
     width = max((len(row) for row in rows), default=0)
     if table.device.type == "cpu":
         array = table.numpy()

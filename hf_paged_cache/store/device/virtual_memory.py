@@ -116,10 +116,7 @@ class Driver:
 
 
 class GrowingMemory:
-    """A range of addresses with memory behind its beginning. It is given back when the last tensor is gone.
-
-    Raises RuntimeError where the driver refuses.
-    """
+    """A range of addresses with memory behind its beginning, given back when the last tensor is gone."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
