@@ -54,19 +54,19 @@ class Capacity:
         if is_static:
             wanted = {w: self.full_blocks(batch, self._config.block_size_of(w)) for w in windows}
         block_bytes: Counter[int | None] = Counter()
-        slot_bytes = 0  # of blocks that quantized layers keep in the model's dtype
+        dense_bytes = 0  # of blocks that quantized layers keep in the model's dtype
         for index, spec in self._specs.items():
             dim, v_dim = spec.head_dim or shape.head_dim, spec.head_dim or shape.v_head_dim
             layer = replace(shape, head_dim=dim, v_head_dim=v_dim, format=precision.formats[index])
             size = self._config.block_size_of(spec.window)
             block_bytes[spec.window] += layer.block_bytes(size)
             if layer.format is not None:
-                slot_bytes += batch * precision.dense_blocks(size).slots_per_row * layer.dense_bytes(size)
+                dense_bytes += batch * precision.dense_blocks(size).dense_per_row * layer.dense_bytes(size)
         wanted_bytes = sum(blocks * block_bytes[window] for window, blocks in wanted.items())
         if self.is_asked_for:
             self._check_memory(wanted_bytes, batch, shape.device)
             return wanted
-        budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device) - slot_bytes
+        budget = self._config.gpu_memory_utilization * free_memory_bytes(shape.device) - dense_bytes
         if wanted_bytes <= budget:
             return wanted
         return {window: max(1, int(blocks * budget / wanted_bytes)) for window, blocks in wanted.items()}

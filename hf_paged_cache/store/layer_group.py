@@ -88,16 +88,16 @@ class LayerGroup:
     def pool_bytes(self) -> int:
         """Bytes of all pools, those that are shared with other caches included."""
         shared = sum(tensors.nbytes for tensors in self.store.tensors)
-        return shared + sum(pool.slot_bytes for pool in self.pools)
+        return shared + sum(pool.dense_bytes for pool in self.pools)
 
     def bytes_by_format(self) -> Counter[str]:
         """Format -> bytes of the blocks that hold tokens; `auto` is the model's dtype."""
-        blocks, slots = self.store.blocks.num_referenced, len(self.dense.slots_by_id(self.manager))
+        blocks, dense = self.store.blocks.num_referenced, len(self.dense.dense_ids(self.manager))
         total: Counter[str] = Counter()
         for shape in (pool.shape for pool in self._pools.values()):
-            total["auto"] += (slots if shape.format else blocks) * shape.dense_bytes(self.block_size)
+            total["auto"] += (dense if shape.format else blocks) * shape.dense_bytes(self.block_size)
             if shape.format is not None:
-                total[shape.format.name] += (blocks - slots) * shape.block_bytes(self.block_size)
+                total[shape.format.name] += (blocks - dense) * shape.block_bytes(self.block_size)
         return total
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
@@ -121,8 +121,8 @@ class LayerGroup:
         self.tables.tokens = 0
         for faults in self.faults.values():  # of rows before; here, where there are none to go back to
             faults.reset()
-        self.dense.provide(batch * self.dense.slots_per_row)
-        self._grow_slots()
+        self.dense.provide(batch * self.dense.dense_per_row)
+        self._grow_dense()
         self.sync_tables()
 
     def reset(self) -> None:
@@ -152,7 +152,7 @@ class LayerGroup:
         for device in {pool.shape.device for pool in self.pools}:
             self.store.streams.enter(device, takes_blocks=takes_blocks)
         moves = self.dense.follow(self.manager, reservation) if self.dense else None
-        self._grow_slots()
+        self._grow_dense()
         for pool in self.pools:
             if pool.layout is not None and moves is not None:
                 pool.follow(moves)
@@ -176,8 +176,8 @@ class LayerGroup:
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference."""
         self.manager.reorder(row_indices)
-        self.dense.provide(self.manager.batch * self.dense.slots_per_row)
-        self._grow_slots()
+        self.dense.provide(self.manager.batch * self.dense.dense_per_row)
+        self._grow_dense()
         self.sync_tables()
 
     # --- quantized layers -----------------------------------------------------------------------------------
@@ -185,17 +185,17 @@ class LayerGroup:
     def seal_full(self, new_tokens: int) -> None:
         """Encode the blocks that are full when so many tokens come, after the guard has looked at them.
 
-        They are read from their slots until those are reserved. Caches that share a block seal it alike.
+        They are read as dense blocks until those are reserved. Caches that share a block seal it alike.
         """
-        slots, ids = split_pairs(self.dense.full(self.manager, new_tokens))
-        if not slots:
+        dense_ids, ids = split_pairs(self.dense.full(self.manager, new_tokens))
+        if not dense_ids:
             return
         for layer_idx in sorted(self.unguarded & self.blocks.keys()):
-            self._judge(layer_idx, self.blocks[layer_idx].keys[slots])
+            self._judge(layer_idx, self.blocks[layer_idx].keys[dense_ids])
         for pool in self.pools:
             if pool.layout is not None:
                 self.store.streams.enter(pool.shape.device, takes_blocks=False)
-                pool.seal(slots, ids)
+                pool.seal(dense_ids, ids)
 
     def check_keys(self, layer_idx: int, key_states: torch.Tensor, start: int) -> None:
         """Let the guard look at the first K of a layer that a write will encode."""
@@ -225,9 +225,9 @@ class LayerGroup:
         old = self._pools[layer_idx]
         pool = self._pool_for(layer_idx, replace(old.shape, format=kv_format), 1)
         old_place, place = old.tensors.layers[layer_idx], pool.tensors.layers[layer_idx]
-        slots = [*self.dense.slots_by_id(self.manager).values()]
-        pool.keys[slots, place] = old.keys[slots, old_place]
-        pool.values[slots, place] = old.values[slots, old_place]
+        dense_ids = [*self.dense.dense_ids(self.manager).values()]
+        pool.keys[dense_ids, place] = old.keys[dense_ids, old_place]
+        pool.values[dense_ids, place] = old.values[dense_ids, old_place]
         self.formats[layer_idx] = kv_format
         self._add_layer(layer_idx, pool)
         if old not in self._pools.values() and len(old.tensors.layers) == old.tensors.num_layers:
@@ -246,8 +246,6 @@ class LayerGroup:
 
     def shrink(self, num_blocks: int) -> None:
         """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
-        if self.store.is_shared:
-            return
         moved = self.store.resize(num_blocks)
         self.manager.renumber(moved)
         self.dense.renumber(moved)
@@ -266,26 +264,26 @@ class LayerGroup:
     def export(self, tokens: Mapping[int, int]) -> SavedGroup:
         """The `tokens` of each layer, in tensors of their own, and nothing of what else its blocks hold."""
         numbers = {block_id: number for number, block_id in enumerate(self._tokens_in_blocks(0))}
-        slots, tables = self.dense.slots_by_id(self.manager), self.manager.tables
+        dense_ids, tables = self.dense.dense_ids(self.manager), self.manager.tables
         return SavedGroup(
             window=self.window,
             tables=[[numbers.get(block_id, NULL_BLOCK) for block_id in table.ids] for table in tables],
             offsets=[table.offset for table in tables],
             first_held=self.manager.first_held,
-            dense=[numbers[block_id] for block_id in slots],
+            dense=[numbers[block_id] for block_id in dense_ids],
             unguarded=[index for index in self._pools if index in self.unguarded],
-            layers={index: self._export_layer(index, tokens[index], slots) for index in self._pools},
+            layers={index: self._export_layer(index, tokens[index], dense_ids) for index in self._pools},
         )
 
-    def _export_layer(self, layer_idx: int, tokens: int, slots: Mapping[int, int]) -> SavedLayer:
+    def _export_layer(self, layer_idx: int, tokens: int, dense_ids: Mapping[int, int]) -> SavedLayer:
         pool, held = self._pools[layer_idx], self._tokens_in_blocks(tokens)
         place = pool.tensors.layers[layer_idx]
-        if pool.slots is None:
+        if pool.dense is None:
             keys, values = pool.tensors.export(place, held)
             records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=keys.device)
         else:
-            keys, values = pool.slots.export(place, {slot: held[i] for i, slot in slots.items()})
-            (records,) = pool.tensors.export(place, {i: n for i, n in held.items() if i not in slots})
+            keys, values = pool.dense.export(place, {dense_id: held[i] for i, dense_id in dense_ids.items()})
+            (records,) = pool.tensors.export(place, {i: n for i, n in held.items() if i not in dense_ids})
         return SavedLayer(format_name(self.formats[layer_idx]), keys, values, records)
 
     def import_(self, saved: SavedGroup, length: int) -> None:
@@ -299,16 +297,16 @@ class LayerGroup:
         assert ids is not None, "room was made for all blocks"
         self.manager.first_held = saved.first_held
         self.unguarded -= saved.layers.keys() - set(saved.unguarded)
-        slots = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
-        self._grow_slots()
+        dense_ids = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
+        self._grow_dense()
         encoded = [ids[number] for number in saved.encoded]
         for layer_idx, layer in saved.layers.items():
             pool, kv = self._pools[layer_idx], (layer.keys, layer.values)
             place = pool.tensors.layers[layer_idx]
-            if pool.slots is None:
+            if pool.dense is None:
                 pool.tensors.import_(place, [*ids.values()], kv)
             else:
-                pool.slots.import_(place, slots, kv)
+                pool.dense.import_(place, dense_ids, kv)
                 pool.tensors.import_(place, encoded, (layer.records,))
         self.sync_tables()
         self.tables.set_length(length)
@@ -337,8 +335,8 @@ class LayerGroup:
         return Saved(restore, follow)
 
     def fork(self, store: WindowStore | None = None) -> Self:
-        """The same rows for another cache: blocks are shared, or copied to an empty store, slots copied."""
-        slots, held = self.dense.slots_by_id(self.manager), self._tokens_in_blocks(self.num_tokens)
+        """The same rows for another cache: blocks are shared, or copied if a store is given, an empty one."""
+        dense_ids, held = self.dense.dense_ids(self.manager), self._tokens_in_blocks(self.num_tokens)
         copied = copy.copy(self)
         copied.dense = copy.deepcopy(self.dense)
         copied.formats, copied.unguarded = dict(self.formats), {*self.unguarded}
@@ -349,12 +347,12 @@ class LayerGroup:
         if store is not None:
             copied.store = store
             for each in tensors:
-                kept = slots if each.layout is not None else {}
+                kept = dense_ids if each.layout is not None else {}
                 used = {i: tokens for i, tokens in held.items() if tokens and i not in kept}
                 store.tensors.append(each.copy(store.num_blocks, used))
             tensors = store.tensors
-        used_slots = {slot: held[block_id] for block_id, slot in slots.items()}
-        copied.pools = [pool.copy(each, used_slots) for pool, each in zip(self.pools, tensors, strict=True)]
+        used_dense = {dense_id: held[block_id] for block_id, dense_id in dense_ids.items()}
+        copied.pools = [pool.copy(each, used_dense) for pool, each in zip(self.pools, tensors, strict=True)]
         copied.holder = Holder(copied.manager, copied.pools)
         copied.blocks, copied._pools = {}, {}
         for layer_idx, pool in self._pools.items():
@@ -411,17 +409,17 @@ class LayerGroup:
         tensors = self.store.claim(layer_idx, shape, num_layers)
         pool = next((pool for pool in self.pools if pool.tensors is tensors), None)
         if pool is None:
-            pool = LayerPool(tensors, self.dense.num_slots)
+            pool = LayerPool(tensors, self.dense.num_dense)
             self.pools.append(pool)
         return pool
 
-    def _grow_slots(self) -> None:
-        """Make the pools as large as the slots that were given out."""
-        num_slots = self.dense.num_slots
+    def _grow_dense(self) -> None:
+        """Make room for all dense blocks that there are."""
+        num_dense = self.dense.num_dense
         for pool in self.pools:
-            if pool.slots is not None and pool.slots.num_blocks < num_slots:
-                held = dict.fromkeys(range(pool.slots.num_blocks), self.block_size)
-                pool.slots = pool.slots.copy(num_slots, held)
+            if pool.dense is not None and pool.dense.num_blocks < num_dense:
+                held = dict.fromkeys(range(pool.dense.num_blocks), self.block_size)
+                pool.dense = pool.dense.copy(num_dense, held)
                 self._bind_all()
 
     def _tokens_in_blocks(self, tokens: int) -> dict[int, int]:

@@ -187,7 +187,7 @@ class LayerGroups:
         if num_blocks < group.store.num_blocks:
             group.store.collect()
             group.release_outside_window()  # as the reservation of the next token would, which comes next
-            if group.store.blocks.num_referenced <= num_blocks:
+            if group.store.blocks.num_referenced <= num_blocks and not group.store.is_shared:
                 group.shrink(num_blocks)
 
     def _provide(self, group: LayerGroup, needed: int, at_least: int = 0) -> bool:

@@ -182,29 +182,25 @@ class PoolTensors:
 
 
 class LayerPool:
-    """K and V of one cache's layers: blocks that caches share and, where those are records, its slots.
+    """K and V of one cache's layers: blocks that caches share and, where those are records, dense blocks."""
 
-    A slot is a dense block: quantized layers keep a few in the model's dtype.
-    """
-
-    def __init__(self, tensors: PoolTensors, num_slots: int) -> None:
+    def __init__(self, tensors: PoolTensors, num_dense: int) -> None:
         self.tensors = tensors
-        self.shape = shape = tensors.shape
-        self.layout = tensors.layout
-        self.slots: PoolTensors | None = None
-        if tensors.layout is not None:
-            dense = replace(shape, format=None)
-            self.slots = PoolTensors(dense, num_slots, tensors.num_layers, tensors.block_size)
+        self.shape, self.layout = tensors.shape, tensors.layout
+        self.dense: PoolTensors | None = None  # of this cache alone
+        if self.layout is not None:
+            shape = replace(self.shape, format=None)
+            self.dense = PoolTensors(shape, num_dense, tensors.num_layers, tensors.block_size)
 
     @property
     def keys(self) -> torch.Tensor:
-        """`[blocks or slots, layers, kv_heads, block_size, head_dim]`."""
-        return (self.slots or self.tensors).tensors[0]
+        """`[blocks or dense blocks, layers, kv_heads, block_size, head_dim]`."""
+        return (self.dense or self.tensors).tensors[0]
 
     @property
     def values(self) -> torch.Tensor:
         """The same, with the head dim of V."""
-        return (self.slots or self.tensors).tensors[1]
+        return (self.dense or self.tensors).tensors[1]
 
     @property
     def records(self) -> torch.Tensor | None:
@@ -212,32 +208,32 @@ class LayerPool:
         return None if self.layout is None else self.tensors.tensors[0]
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of the slots."""
-        return 0 if self.slots is None else self.slots.nbytes
+    def dense_bytes(self) -> int:
+        """Bytes of the dense blocks beside records."""
+        return 0 if self.dense is None else self.dense.nbytes
 
-    def seal(self, slots: list[int], ids: list[int]) -> None:
-        """Encode full blocks, all layers at once: slot -> record."""
-        self._move(dispatch.encode_blocks, slots, ids)
+    def seal(self, dense_ids: list[int], ids: list[int]) -> None:
+        """Encode full blocks, all layers at once: dense block -> record."""
+        self._move(dispatch.encode_blocks, dense_ids, ids)
 
     def follow(self, moves: Moves) -> None:
-        """Bring slots and records up to what a reservation has changed in them."""
-        assert self.slots is not None, "only a quantized pool has slots"
-        self.slots.copy_blocks(moves.copied)
+        """Bring dense blocks and records up to what a reservation has changed in them."""
+        assert self.dense is not None, "only a quantized pool has dense blocks"
+        self.dense.copy_blocks(moves.copied)
         if moves.unsealed:
-            ids, slots = split_pairs(moves.unsealed)
-            self._move(dispatch.decode_blocks, slots, ids)
+            ids, dense_ids = split_pairs(moves.unsealed)
+            self._move(dispatch.decode_blocks, dense_ids, ids)
         self.tensors.copy_blocks(moves.records)
 
-    def copy(self, tensors: PoolTensors, used_slots: Mapping[int, int]) -> LayerPool:
-        """The same layers of another cache, in these tensors or in a copy of them; its slots are its own."""
-        copied = LayerPool(tensors, num_slots=0)
-        copied.slots = None if self.slots is None else self.slots.copy(self.slots.num_blocks, used_slots)
+    def copy(self, tensors: PoolTensors, used_dense: Mapping[int, int]) -> LayerPool:
+        """The same layers of another cache, in these tensors or a copy of them; dense blocks are copied."""
+        copied = LayerPool(tensors, num_dense=0)
+        copied.dense = None if self.dense is None else self.dense.copy(self.dense.num_blocks, used_dense)
         return copied
 
-    def _move(self, move: Callable[..., None], slots: list[int], ids: list[int]) -> None:
+    def _move(self, move: Callable[..., None], dense_ids: list[int], ids: list[int]) -> None:
         assert self.layout is not None, "only quantized blocks are encoded and decoded"
-        move(self.layout, self.records, self.keys, self.values, slots, ids)
+        move(self.layout, self.records, self.keys, self.values, dense_ids, ids)
 
 
 def split_pairs(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:

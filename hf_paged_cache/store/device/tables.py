@@ -98,9 +98,9 @@ class DeviceTables:
         """The entries of all rows from one column on."""
         rows = [table.ids[from_column:] for table in self._manager.tables]
         for row, table in zip(rows, self._manager.tables, strict=True) if is_marked else ():
-            for column, slot in self._dense.slots_of(table):
+            for column, dense_id in self._dense.columns_of(table):
                 if column >= from_column:
-                    row[column - from_column] = dense_entry(slot)
+                    row[column - from_column] = dense_entry(dense_id)
         return rows
 
     def _fits(self, table: torch.Tensor, rows: list[list[int]], from_column: int) -> bool:
