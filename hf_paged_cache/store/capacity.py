@@ -44,9 +44,9 @@ class Capacity:
     def wanted_blocks(
         self, new: NewTokens, precision: Precision, *, keep_history: bool, is_static: bool
     ) -> dict[int | None, int]:
-        """Blocks of each group, by window, for rows that begin with such tokens; of every layer, if of one.
+        """Blocks of each group, by window, for rows that begin with such tokens of one layer.
 
-        Windows that `keep_history`, or are static, drop nothing.
+        Others have as many heads and channels. Windows that `keep_history`, or are static, drop nothing.
         """
         batch, shape = new.batch, new.shape
         windows = dict.fromkeys(spec.window for spec in self._specs.values())

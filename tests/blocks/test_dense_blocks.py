@@ -167,7 +167,7 @@ def test_slots_do_not_multiply_as_rows_go_on() -> None:
     rows.reserve(10)
     for _ in range(500):
         rows.reserve(1)
-    assert rows.dense.num_dense == 2 * rows.dense.dense_per_row
+    assert rows.dense.num_dense == 2 * 3 == 2 * rows.dense.dense_per_row
 
 
 def test_a_step_looks_at_as_many_ids_however_long_rows_are() -> None:
