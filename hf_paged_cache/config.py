@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import PagedCacheError
@@ -18,20 +18,16 @@ KVCacheDtype: TypeAlias = Literal[LayerDtype, "adaptive"]
 
 KeyErrorGuard: TypeAlias = Literal["on", "off", "error"]
 
-DTYPE_ALIASES: Mapping[str, LayerDtype] = {"fp8_e4m3": "fp8"}
-"""Names that vLLM has for formats, and ours."""
+DTYPE_ALIASES: Mapping[str, LayerDtype] = {"fp8_e4m3": "fp8"}  # vLLM's name of a format -> ours
 
-LAYER_DTYPES: tuple[LayerDtype, ...] = tuple(
-    name for name in get_args(LayerDtype) if name not in DTYPE_ALIASES
-)
+LAYER_DTYPES: tuple[LayerDtype, ...] = tuple(n for n in get_args(LayerDtype) if n not in DTYPE_ALIASES)
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = (*LAYER_DTYPES, "adaptive")
 KEY_ERROR_GUARDS: tuple[KeyErrorGuard, ...] = get_args(KeyErrorGuard)
 assert set(LAYER_DTYPES) == {"auto", *FORMATS}, "the types name the formats that there are"
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 256
-_WINDOW_EXCESS = 0.15
-"""Share of a window that may be held beside it, because blocks do not begin and end where it does."""
+_WINDOW_EXCESS = 0.15  # of a window that may be held beside it: blocks do not begin and end where it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,40 +77,29 @@ class PagedCacheConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_cache_dtype", own_name(self.kv_cache_dtype))
-        size = self.block_size
-        if not _is_int(size) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
-            raise PagedCacheError(
-                f"block_size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, got {size!r}; "
-                "64 is the default"
-            )
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise PagedCacheError(
-                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}; "
-                "'auto' stores K and V in the model's dtype"
-            )
+        size, share = self.block_size, self.gpu_memory_utilization
+        is_power = _is_int(size) and MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
+        self._expect("block_size", is_power, f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}")
+        self._expect(
+            "kv_cache_dtype",
+            self.kv_cache_dtype in KV_CACHE_DTYPES,
+            f"one of {', '.join(KV_CACHE_DTYPES)}",
+            "'auto' stores K and V in the model's dtype",
+        )
         self._check_formats()
         for name in ("max_tokens", "max_cache_len"):
             tokens = getattr(self, name)
-            if tokens is not None and (not _is_int(tokens) or tokens <= 0):
-                raise PagedCacheError(
-                    f"{name} must be a positive number of tokens, got {tokens!r}; "
-                    "leave it None for the model's max_position_embeddings"
-                )
+            is_right = tokens is None or (_is_int(tokens) and tokens > 0)
+            hint = "leave it None for the model's max_position_embeddings"
+            self._expect(name, is_right, "a positive number of tokens", hint)
         if self.max_tokens is not None and self.max_cache_len is not None:
             raise PagedCacheError(
                 f"max_tokens={self.max_tokens} is the capacity over all rows and "
                 f"max_cache_len={self.max_cache_len} that of each row; give one of them"
             )
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
-            raise PagedCacheError(
-                f"gpu_memory_utilization must be a share above 0 and up to 1, got {share!r}; 0.9 is the "
-                "default"
-            )
-        if not isinstance(self.compile, bool):
-            raise PagedCacheError(
-                f"compile must be True or False, got {self.compile!r}; False is the default"
-            )
+        is_share = not isinstance(share, bool) and isinstance(share, int | float) and 0.0 < share <= 1.0
+        self._expect("gpu_memory_utilization", is_share, "a share above 0 and up to 1")
+        self._expect("compile", isinstance(self.compile, bool), "True or False")
         if self.compile and {self.kv_cache_dtype, *self.layer_dtypes.values()} != {"auto"}:
             raise PagedCacheError(
                 "compile=True stores K and V in the model's dtype, got "
@@ -131,53 +116,42 @@ class PagedCacheConfig:
         Args:
             window: Tokens a query sees, itself included, or None for all.
         """
-        size, kept = self.block_size, 0 if window is None else window - 1
+        size, kept = self.block_size, (window or 1) - 1
         while kept and size > MIN_BLOCK_SIZE and (-(-kept // size) + 1) * size > (1 + _WINDOW_EXCESS) * kept:
             size //= 2
         return size
 
     def group_size_of(self, layer_idx: int) -> int:
         """Channels of a group in a layer."""
-        if isinstance(self.group_size, Mapping):
-            return self.group_size.get(layer_idx, DEFAULT_GROUP_SIZE)
-        return self.group_size
+        sizes = self.group_size
+        return sizes.get(layer_idx, DEFAULT_GROUP_SIZE) if isinstance(sizes, Mapping) else sizes
 
     def _check_formats(self) -> None:
-        by_layer = isinstance(self.group_size, Mapping)
-        sizes = self.group_size.values() if isinstance(self.group_size, Mapping) else [self.group_size]
-        if (by_layer and not _names_layers(self.group_size)) or not all(
-            _is_int(size) and size > 0 for size in sizes
-        ):
-            raise PagedCacheError(
-                "group_size must be a positive number of channels, or a dict of layer index to such numbers, "
-                f"got {self.group_size!r}; {DEFAULT_GROUP_SIZE} is the default"
-            )
-        named = _names_layers(self.layer_dtypes)
-        if not named or not all(own_name(name) in LAYER_DTYPES for name in self.layer_dtypes.values()):
-            raise PagedCacheError(
-                f"layer_dtypes must be a dict of layer index to one of {', '.join(LAYER_DTYPES)}, got "
-                f"{self.layer_dtypes!r}; e.g. layer_dtypes={{0: 'int8'}}"
-            )
-        object.__setattr__(
-            self, "layer_dtypes", {index: own_name(name) for index, name in self.layer_dtypes.items()}
-        )
+        sizes = self.group_size if isinstance(self.group_size, Mapping) else {0: self.group_size}
+        is_right = _names_layers(sizes) and all(_is_int(size) and size > 0 for size in sizes.values())
+        expected = "a positive number of channels, or a dict of layer index to such numbers"
+        self._expect("group_size", is_right, expected)
+        dtypes, expected = self.layer_dtypes, f"a dict of layer index to one of {', '.join(LAYER_DTYPES)}"
+        is_right = _names_layers(dtypes) and all(own_name(name) in LAYER_DTYPES for name in dtypes.values())
+        self._expect("layer_dtypes", is_right, expected, "e.g. layer_dtypes={0: 'int8'}")
+        object.__setattr__(self, "layer_dtypes", {i: own_name(name) for i, name in dtypes.items()})
         for name in ("residual_length", "sink_tokens"):
             tokens = getattr(self, name)
-            if tokens is not None and (not _is_int(tokens) or tokens < 0 or tokens % self.block_size):
-                raise PagedCacheError(
-                    f"{name} must be a number of whole blocks of {self.block_size} tokens, got {tokens!r}; "
-                    "None is the default, which keeps as few as the format can do with"
-                )
-        if self.key_error_guard not in KEY_ERROR_GUARDS:
-            raise PagedCacheError(
-                f"key_error_guard must be one of {', '.join(KEY_ERROR_GUARDS)}, got "
-                f"{self.key_error_guard!r}; 'on' is the default"
-            )
-        if not _is_int(self.adaptive_threshold) or self.adaptive_threshold < 0:
-            raise PagedCacheError(
-                f"adaptive_threshold must be a number of tokens, got {self.adaptive_threshold!r}; 512 is the "
-                "default"
-            )
+            is_right = tokens is None or (_is_int(tokens) and tokens >= 0 and tokens % self.block_size == 0)
+            expected = f"a number of whole blocks of {self.block_size} tokens"
+            hint = "None is the default, which keeps as few as the format can do with"
+            self._expect(name, is_right, expected, hint)
+        is_right, expected = self.key_error_guard in KEY_ERROR_GUARDS, f"one of {', '.join(KEY_ERROR_GUARDS)}"
+        self._expect("key_error_guard", is_right, expected)
+        is_right = _is_int(self.adaptive_threshold) and self.adaptive_threshold >= 0
+        self._expect("adaptive_threshold", is_right, "a number of tokens")
+
+    def _expect(self, name: str, is_right: bool, expected: str, hint: str | None = None) -> None:
+        """Raise PagedCacheError unless a setting is as it must be; without a hint, its default is one."""
+        if not is_right:
+            default = next(each.default for each in fields(self) if each.name == name)
+            hint = hint or f"{default!r} is the default"
+            raise PagedCacheError(f"{name} must be {expected}, got {getattr(self, name)!r}; {hint}")
 
 
 def own_name(dtype: Any) -> Any:

@@ -6,7 +6,7 @@ from .block import KINDS, NULL_BLOCK, BlockCounters, BlockRun, BlockState
 from .block_manager import BlockManager, Reservation
 from .block_pool import BlockPool
 from .block_table import BlockTable
-from .dense_blocks import DenseBlocks, Moves, slots_per_row
+from .dense_blocks import DenseBlocks, Moves
 
 __all__ = [
     "KINDS",
@@ -20,5 +20,4 @@ __all__ = [
     "DenseBlocks",
     "Moves",
     "Reservation",
-    "slots_per_row",
 ]

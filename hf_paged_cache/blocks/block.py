@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-NULL_BLOCK = -1
-"""Table entry of a block whose tokens are not stored: they left the sliding window."""
+NULL_BLOCK = -1  # table entry of a block whose tokens are not stored: they left the sliding window
 
 
 class BlockState(IntEnum):
@@ -31,16 +30,11 @@ class BlockState(IntEnum):
     reopens, after a tail was cropped.
     """
 
-    FREE = 0
-    """Holds nothing worth keeping; the next one to be handed out."""
-    OPEN = 1
-    """Being filled by its owners."""
-    SEALED = 2
-    """Full and immutable; may be shared."""
-    CACHED = 3
-    """Sealed content that nobody refers to: reusable until it is evicted."""
-    PENDING = 4
-    """Given up, waiting to be returned to the free blocks in a batch."""
+    FREE = 0  # holds nothing worth keeping; the next one to be handed out
+    OPEN = 1  # being filled by its owners
+    SEALED = 2  # full and immutable; may be shared
+    CACHED = 3  # sealed content that nobody refers to: reusable until it is evicted
+    PENDING = 4  # given up, waiting to be returned to the free blocks in a batch
 
 
 SHARED = "shared"
@@ -50,26 +44,16 @@ KINDS = ("free", "open", "sealed", SHARED, "cached", "pending")
 
 @dataclass(slots=True)
 class BlockCounters:
-    """What happened since a pool was made.
+    """What happened since a pool was made."""
 
-    Attributes:
-        taken: Blocks that were handed out.
-        given_back: Blocks that lost their last reference.
-        shared: References that were added to blocks in use, where a copy would have taken a block.
-        copied: Shared blocks that were copied because a holder was about to write to one.
-        revived: Cached blocks that were taken up again with their content.
-        evicted: Cached blocks whose content was forgotten for a new owner.
-    """
-
-    taken: int = 0
-    given_back: int = 0
-    shared: int = 0
-    copied: int = 0
-    revived: int = 0
-    evicted: int = 0
+    taken: int = 0  # blocks that were handed out
+    given_back: int = 0  # blocks that lost their last reference
+    shared: int = 0  # references that were added to blocks in use, where a copy would have taken a block
+    copied: int = 0  # shared blocks that were copied because a holder was about to write to one
+    revived: int = 0  # cached blocks that were taken up again with their content
+    evicted: int = 0  # cached blocks whose content was forgotten for a new owner
 
     def __add__(self, other: BlockCounters) -> BlockCounters:
-        """The counts of two pools together."""
         return BlockCounters(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 from hf_paged_cache.errors import PagedCacheError
@@ -33,18 +34,13 @@ class RowPlan(NamedTuple):
     offset: int  # columns before it begins, from now on
     new_tokens: int
     dropped: list[int]  # logical blocks to release: they left the window
-    first_new: int  # logical blocks that get an entry: NULL up to first_stored, then a block each
-    first_stored: int
-    end_blocks: int
-
-    @property
-    def writes_to_last(self) -> bool:
-        """Whether the last block is partly filled, and new tokens go there."""
-        return self.new_tokens > 0 and self.table.num_tokens % self.table.block_size > 0
+    num_nulls: int  # logical blocks that are added, but not stored
+    num_taken: int  # logical blocks that are added after those, each with a block of the pool
+    writes_to_last: bool  # the last block is partly filled, and new tokens go there
 
 
 class BlockManager:
-    """The rows (sequences) of one layer group: equally long, each with a table over one shared pool.
+    """The rows (sequences) of one layer group: equally long, each with a table over one pool of blocks.
 
     With a sliding window a query at position p attends the positions after p - window. So before tokens are
     added at length L, blocks wholly before token L - (window - 1) are released; and of many new tokens only
@@ -69,27 +65,8 @@ class BlockManager:
     row 0    [ 0    1  2 ]        row 1 ... [ 3  4 ]: columns 3456 and 78
     ```
 
-    The class is plain data and can be deep-copied.
-
-    Args:
-        num_blocks: Size of the pool.
-        block_size: Tokens per block.
-        window: Sliding window in tokens, the query's own included; `None` keeps everything.
-        pool: A pool of others to take blocks from, instead of one with `num_blocks`.
-
-    Attributes:
-        pool: The blocks. Others may share blocks of it, then `check_integrity` wants their ids.
-        tables: One per row. To be read; only `DenseBlocks` notes there which blocks are dense.
-        first_held: First token that is what a forward stored. Those before it in its block are not: they came
-            from somebody who had dropped them.
-        version: Bumped by whatever takes content away from a row or gives it other content: `crop`,
-            `reorder`, `reset`, a `reserve` or `release_outside_window` that releases blocks, and a `restore`.
-            Not by appending, nor by copy-on-write (the content stays equal; `Reservation.changed_from` tells
-            of the new id).
-
-    Raises:
-        PagedCacheError: A size is below 1. By methods too, for what does not fit the rows; then nothing has
-            changed.
+    Others may hold blocks of a `pool` that was given. A manager is plain data and can be deep-copied. What
+    does not fit the rows raises a PagedCacheError, and nothing has changed.
     """
 
     def __init__(
@@ -100,9 +77,12 @@ class BlockManager:
                 raise PagedCacheError(f"Expected {name} ≥ 1, got {value}.")
         self.pool = BlockPool(num_blocks) if pool is None else pool
         self.block_size = block_size
-        self.window = window
-        self.version = self.first_held = 0
-        self.tables: list[BlockTable] = []
+        self.window = window  # tokens that a query sees, its own included; None for all
+        self.tables: list[BlockTable] = []  # one per row; only `DenseBlocks` writes there, what is dense
+        self.first_held = 0  # first token that a forward stored; those before came from who had dropped them
+        # Bumped by whatever takes content away from a row or gives it other content. Not by appending, nor
+        # by copy-on-write: the content stays equal, and `Reservation.changed_from` tells of the new id.
+        self.version = 0
 
     @property
     def batch(self) -> int:
@@ -160,37 +140,27 @@ class BlockManager:
         """Make room for new tokens at the end of every row, in all rows or in none.
 
         Seals the blocks that are full, releases those that left the window, makes a partly filled last block
-        that is shared writable by copy-on-write, and allocates row after row.
+        that is shared writable by copy-on-write, and allocates row after row. `None` when there are too few
+        blocks; then nothing has changed.
 
-        Args:
-            num_new_tokens: Per row, at least 1.
-            keep_history: Window layers only: release nothing and store every new token, so that the rows can
-                be cropped again (assisted decoding).
-            padding_tokens: For every row, how many of its tokens from the first on are padding, the new ones
-                included; a row that has begun has no more than it had. Empty if no row has more.
-
-        Returns:
-            What the caller has to copy and what changed; `None` when there are too few blocks, then nothing
-            has changed.
+        With `keep_history` window layers release nothing and store every new token, so that the rows can be
+        cropped again (assisted decoding). `padding_tokens` says for every row how many of its tokens from the
+        first on are padding, the new ones included; a row that has begun has no more than it had. It is empty
+        if no row has more.
         """
         plan, needed_blocks = self._plan(num_new_tokens, keep_history, padding_tokens)
         if not self.pool.can_allocate(needed_blocks):
             return None
         start = self.num_tokens
-        changed = [row.first_new for row in plan if row.end_blocks > row.first_new]
+        changed = [len(row.table.ids) for row in plan if row.num_nulls + row.num_taken]
         changed += self._let_go(plan)
         copies = self._make_last_writable(plan, changed)
         self._append(plan)
-        unchanged = max(len(table.ids) for table in self.tables)
-        changed_from = min(changed, default=unchanged)
+        changed_from = min(changed, default=max(len(table.ids) for table in self.tables))
         return Reservation(start, start + num_new_tokens, copies, changed_from, needed_blocks)
 
     def let_go(self, num_new_tokens: int, *, keep_history: bool, padding_tokens: Sequence[int]) -> list[int]:
-        """The part of a `reserve` that gives blocks back; what is left of it can still be undone.
-
-        Returns:
-            Logical blocks from which on entries changed.
-        """
+        """The part of a `reserve` that cannot be undone: give blocks back. Logical blocks that changed."""
         return self._let_go(self._plan(num_new_tokens, keep_history, padding_tokens)[0])
 
     def crop(self, num_tokens: int) -> None:
@@ -213,10 +183,11 @@ class BlockManager:
         if num_tokens == self.num_tokens:
             return
         first_needed, size = self._first_needed(num_tokens), self.block_size
-        needed = (
-            t.ids[t.token_at(first_needed) // size : -(-t.token_at(num_tokens) // size)] for t in self.tables
+        has_gap = any(
+            NULL_BLOCK in t.ids[t.token_at(first_needed) // size : -(-t.token_at(num_tokens) // size)]
+            for t in self.tables
         )
-        if any(NULL_BLOCK in ids for ids in needed) or first_needed < self.first_held:
+        if has_gap or first_needed < self.first_held:
             raise PagedCacheError(
                 f"Cannot crop to {num_tokens} tokens: history was released. The window of {self.window}"
                 f" tokens needs {first_needed}…{num_tokens - 1}, and not all of them are stored any more."
@@ -224,19 +195,15 @@ class BlockManager:
             )
 
     def release_outside_window(self) -> bool:
-        """Release what the next token cannot attend. Returns whether any table entry changed.
-
-        Meant for rows that were reserved with `keep_history`, once nothing will be cropped any more.
-        """
+        """Release what `keep_history` kept and the next token cannot attend; whether there was any."""
         column = self._first_needed(self.num_tokens)
         return self._drop_before((table, table.token_at(column)) for table in self.tables)
 
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make row i a copy of what row `row_indices[i]` was, by sharing its blocks.
 
-        Beam search, selecting rows and repeating rows are all this: the number of rows may change, a row may
-        be used many times or never. Rows that stay where they are cost nothing; of the others only blocks
-        that differ from the row's earlier ones are counted up and down.
+        The number of rows may change, a row may be used many times or never. Rows that stay where they are
+        cost nothing; of the others only blocks that differ from the row's earlier ones are counted.
         """
         old, sources = self.tables, list(row_indices)
         if not sources or not all(0 <= source < len(old) for source in sources):
@@ -259,13 +226,12 @@ class BlockManager:
 
     def fork(self, pool: BlockPool | None = None) -> BlockManager:
         """The same rows in another manager, by sharing their blocks or by the same ids in an empty pool."""
-        pool_of_fork = self.pool if pool is None else pool
-        fork = BlockManager(pool_of_fork.num_blocks, self.block_size, self.window, pool=pool_of_fork)
+        fork = copy.copy(self)
         fork.tables = [table.fork() for table in self.tables]
-        fork.first_held = self.first_held
         if pool is None:
             self.pool.share(self._stored_ids())
         else:
+            fork.pool = pool
             pool.rebuild(pool.num_blocks, fork.holdings())
         return fork
 
@@ -274,9 +240,7 @@ class BlockManager:
     ) -> dict[int, int] | None:
         """Begin with rows of so many tokens, padding included, whose tables name blocks by saved numbers.
 
-        Returns:
-            Number -> id of the block that was taken for it, by rising numbers; `None` when there are too few,
-            then nothing has changed.
+        Number -> id of the block that was taken for it, by rising numbers; `None` when there are too few.
         """
         numbers = sorted({n for table in tables for n in table if n != NULL_BLOCK})
         taken = self.pool.allocate(len(numbers))
@@ -301,17 +265,13 @@ class BlockManager:
 
     def reset(self, *, later: bool = False) -> None:
         """Release all rows and forget the batch; `later`: by the pool's pending list, in batches."""
-        if not self.tables:
-            return
-        release = self.pool.release_later if later else self.pool.release
-        release(self._stored_ids())
-        self.forget()
+        if self.tables:
+            release = self.pool.release_later if later else self.pool.release
+            release(self._stored_ids())
+            self.forget()
 
     def save(self) -> Callable[[], None]:
-        """Remember the rows. Returns what makes them so again, without telling the pool (see its `rebuild`).
-
-        Blocks that are given back in between must not be filled.
-        """
+        """Remember the rows. Returns what makes them so again; pools find their counts by `rebuild` then."""
         tables, first_held = [table.fork() for table in self.tables], self.first_held
 
         def restore() -> None:
@@ -332,11 +292,7 @@ class BlockManager:
         return [(table.ids, table.num_sealed) for table in self.tables]
 
     def check_integrity(self, other_tables: Iterable[Iterable[int]] = ()) -> None:
-        """Raise an AssertionError if pool and rows do not agree, or rows with each other. O(pool).
-
-        Args:
-            other_tables: Block ids that others than the rows hold references to.
-        """
+        """Raise an AssertionError if pool, rows and the tables of others do not agree. O(pool)."""
         self.pool.check_integrity([*(table.ids for table in self.tables), *other_tables])
         for row, table in enumerate(self.tables):
             if table.end != self.num_tokens or table.blocks_needed(0) != 0:
@@ -356,7 +312,7 @@ class BlockManager:
                     )
 
     def _stored_ids(self) -> list[int]:
-        return [block_id for table in self.tables for block_id in table.stored_ids()]
+        return [block_id for table in self.tables for block_id in table.ids if block_id != NULL_BLOCK]
 
     def _plan(
         self, num_new_tokens: int, keep_history: bool, padding_tokens: Sequence[int]
@@ -368,8 +324,9 @@ class BlockManager:
             raise PagedCacheError(f"Expected num_new_tokens ≥ 1, got {num_new_tokens}.")
         end = self.num_tokens + num_new_tokens
         offsets = self._offsets(end, padding_tokens)
+        # Columns before these are in no window now, and in none after the step.
         left, left_by_end = (
-            self._first_needed(column) if not keep_history else 0 for column in (self.num_tokens, end)
+            0 if keep_history else self._first_needed(column) for column in (self.num_tokens, end)
         )
         rows = [
             self._plan_row(table, offset, end, left, left_by_end)
@@ -377,7 +334,7 @@ class BlockManager:
         ]
         released = Counter(row.table.ids[i] for row in rows for i in row.dropped)
         freed = sum(self.pool.ref_count(block_id) == count for block_id, count in released.items())
-        taken = sum(row.end_blocks - row.first_stored for row in rows) + self._num_copies(rows, released)
+        taken = sum(row.num_taken for row in rows) + self._num_copies(rows, released)
         return rows, taken - freed
 
     def _offsets(self, end: int, padding_tokens: Sequence[int]) -> Sequence[int]:
@@ -396,20 +353,20 @@ class BlockManager:
         return padding_tokens
 
     def _plan_row(self, table: BlockTable, offset: int, end: int, left: int, left_by_end: int) -> RowPlan:
-        """Columns before `left` are in no window now, those before `left_by_end` in none after the step."""
-        size, tokens = self.block_size, end - offset
-        first_new, end_blocks = len(table.ids), -(-tokens // size)
-        first_stored = min(max(first_new, (left_by_end - offset) // size), end_blocks)
+        size, new_tokens = self.block_size, end - offset - table.num_tokens
+        num_new = table.blocks_needed(new_tokens)
+        num_nulls = min(max(0, (left_by_end - offset) // size - len(table.ids)), num_new)
         gone = range(table.num_dropped, table.token_at(left) // size)
         dropped = [i for i in gone if table.ids[i] != NULL_BLOCK]
-        return RowPlan(table, offset, tokens - table.num_tokens, dropped, first_new, first_stored, end_blocks)
+        writes_to_last = new_tokens > 0 and table.num_tokens % size > 0
+        return RowPlan(table, offset, new_tokens, dropped, num_nulls, num_new - num_nulls, writes_to_last)
 
     def _let_go(self, plan: list[RowPlan]) -> list[int]:
         """Release what left the window. Returns logical blocks from which on entries changed."""
         self._seal_full_blocks()
-        ends = [(row.table, (row.dropped[-1] + 1) * self.block_size) for row in plan if row.dropped]
-        self._drop_before(ends)
-        return [row.dropped[0] for row in plan if row.dropped]
+        gone = [(row.table, row.dropped) for row in plan if row.dropped]
+        self._drop_before((table, (dropped[-1] + 1) * self.block_size) for table, dropped in gone)
+        return [dropped[0] for _, dropped in gone]
 
     def _drop_before(self, tokens: Iterable[tuple[BlockTable, int]]) -> bool:
         """Release the blocks before a token of each row; whether there are any."""
@@ -425,11 +382,9 @@ class BlockManager:
     def _num_copies(self, rows: list[RowPlan], released: Counter[int]) -> int:
         """Blocks that making every row's partly filled last block writable will take."""
         holders = Counter(row.table.ids[-1] for row in rows if row.writes_to_last)
+        left = {block_id: self.pool.ref_count(block_id) - released[block_id] for block_id in holders}
         # The last holder keeps the block, unless someone else holds it too.
-        return sum(
-            count - (self.pool.ref_count(block_id) - released[block_id] == count)
-            for block_id, count in holders.items()
-        )
+        return sum(count - (left[block_id] == count) for block_id, count in holders.items())
 
     def _seal_full_blocks(self) -> None:
         for table in self.tables:
@@ -453,14 +408,11 @@ class BlockManager:
         return copies
 
     def _append(self, plan: list[RowPlan]) -> None:
-        wanted = sum(row.end_blocks - row.first_stored for row in plan)
+        wanted = sum(row.num_taken for row in plan)
         block_ids = self.pool.allocate(wanted)
         if block_ids is None:
             raise AssertionError(f"No {wanted} blocks were left, though enough were counted.")
-        used = 0
+        rest = iter(block_ids)
         for row in plan:
-            count = row.end_blocks - row.first_stored
             row.table.offset = row.offset
-            nulls = [NULL_BLOCK] * (row.first_stored - row.first_new)
-            row.table.append(row.new_tokens, nulls + block_ids[used : used + count])
-            used += count
+            row.table.append(row.new_tokens, [NULL_BLOCK] * row.num_nulls + [*islice(rest, row.num_taken)])

@@ -17,34 +17,23 @@ _FREE, _OPEN, _SEALED, _CACHED, _PENDING = (int(state) for state in BlockState)
 class BlockPool:
     """Reference counts and states of the blocks `0 … num_blocks - 1`; holds no content.
 
-    Blocks are handed out in this order:
-
-    1. free blocks, the latest returned first. At first that is 0, 1, 2, …: neighbours in memory are faster to
-       read. Later it prefers memory that was touched before over pages the system has yet to supply;
-    2. pending blocks, as many as are missing;
-    3. cached blocks, the one cached longest ago first (their content is forgotten).
+    Blocks are handed out in this order: (1) free blocks, the latest returned first. At first that is 0, 1, 2,
+    …: neighbours in memory are faster to read. Later it prefers memory that was touched before over pages the
+    system has yet to supply. (2) pending blocks, as many as are missing. (3) cached blocks, the one cached
+    longest ago first (their content is forgotten).
 
     `release`, `release_later` walk the ids they get from the **last to the first**. So the tail of a sequence
     is evicted before its prefix, which others are likelier to share; and free blocks come out again in the
     order of the sequence: after `release([0, 1, 2])`, `allocate(3)` gives `[0, 1, 2]`.
 
-    Every method either does all of its work or raises / returns `None` with nothing changed. An id that is
-    listed twice counts twice.
-
-    Args:
-        num_blocks: Size of the pool.
-
-    Attributes:
-        counters: What happened so far.
-
-    Raises:
-        PagedCacheError: `num_blocks` is below 1. By methods too: for a negative number, an unknown id, or a
-            block whose state or references do not allow it.
+    Every method either does all of its work, or returns `None` with nothing changed where blocks are scarce,
+    or raises a PagedCacheError with nothing changed: for a number that is too low, an unknown id, or a block
+    whose state or references do not allow it. An id that is listed twice counts twice.
     """
 
     def __init__(self, num_blocks: int) -> None:
         _require_at_least(1, num_blocks, "num_blocks")
-        self.counters = BlockCounters()
+        self.counters = BlockCounters()  # what happened so far
         self._ref_counts = [0] * num_blocks
         self._states = bytearray(num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last one is handed out next
@@ -71,11 +60,6 @@ class BlockPool:
         """Blocks with at least one reference."""
         return self.num_blocks - self.num_free - self.num_pending
 
-    @property
-    def num_shared(self) -> int:
-        """Blocks with more than one reference. Walks the pool."""
-        return sum(count > 1 for count in self._ref_counts)
-
     def state(self, block_id: int) -> BlockState:
         """The state of a block."""
         return BlockState(self._states[self._known(block_id)])
@@ -98,12 +82,10 @@ class BlockPool:
         return num_blocks <= self.num_free + self.num_pending
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hand out blocks: open, with one reference each. All of them or none.
+        """Hand out blocks, open, with one reference each, in the order described on the class.
 
-        Flushes as many pending blocks as free ones are missing, then evicts cached ones.
-
-        Returns:
-            The ids in the order described on the class, or `None` when there are too few blocks.
+        Flushes as many pending blocks as free ones are missing, then evicts cached ones. `None` when there
+        are too few of all.
         """
         _require_at_least(0, num_blocks, "num_blocks")
         if not self.can_allocate(num_blocks):
@@ -142,8 +124,7 @@ class BlockPool:
     def release(self, block_ids: Sequence[int], *, keep: bool = False) -> None:
         """Drop one reference to each block, from the last listed to the first.
 
-        A block without references becomes free; if it is sealed and `keep` is set it becomes cached instead
-        and is evicted after all that are cached now.
+        One without references becomes free or, if it is sealed and `keep` is set, the last to be evicted.
         """
         states, free = self._states, self._free
         for block_id in self._drop_references(block_ids):
@@ -155,10 +136,7 @@ class BlockPool:
                 free.append(block_id)
 
     def release_later(self, block_ids: Sequence[int]) -> None:
-        """The same, but blocks without references become pending.
-
-        `flush_pending` or an `allocate` that is short of free blocks returns them in that order.
-        """
+        """The same, but blocks without references become pending until `flush_pending` or `allocate`."""
         for block_id in self._drop_references(block_ids):
             self._states[block_id] = _PENDING
             self._pending.append(block_id)
@@ -205,10 +183,8 @@ class BlockPool:
     def make_writable(self, block_id: int) -> int | None:
         """Give the holder of one reference a block that nobody else can see (copy-on-write).
 
-        Returns:
-            The same id where there is one reference (reopened if it was sealed). Else a new open block: the
-            caller's reference has moved to it, and the caller has to copy the content. `None` when no block
-            can be had; then nothing has changed.
+        The same one where there is one reference (reopened if it was sealed). Else a new open one, `None` if
+        there is none: the caller's reference has moved to it, and the caller has to copy the content.
         """
         if not self._is_known(block_id) or not self._ref_counts[block_id]:
             raise self._misuse("make writable", block_id, "only an open or a sealed block can be written to")
@@ -227,11 +203,9 @@ class BlockPool:
         return [block_id for block_id, count in enumerate(self._ref_counts) if count]
 
     def rebuild(self, num_blocks: int, holdings: Iterable[tuple[Sequence[int], int]]) -> None:
-        """Find all counts and states anew, whatever they are now.
+        """Be a pool of so many blocks, with the counts and states that its holders tell.
 
-        Args:
-            num_blocks: Size of the pool from now on.
-            holdings: All tables that hold blocks: their ids, and how many leading ones are full.
+        `holdings` are all tables that hold blocks: their ids, and how many leading ones are full.
         """
         held: Counter[int] = Counter()
         sealed: set[int] = set()
@@ -245,9 +219,7 @@ class BlockPool:
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
         """Raise an AssertionError unless free + pending + referenced + cached = total. O(pool).
 
-        Args:
-            tables: The block ids of **every** holder of references (NULL_BLOCK entries are skipped), to check
-                the counts against. Without them that is only done against the states.
+        Counts are checked against the ids in `tables` too, if given: those of **every** holder of references.
         """
         free, pending, cached = set(self._free), set(self._pending), set(self._cached)
         referenced = set(self.referenced())
@@ -266,10 +238,8 @@ class BlockPool:
                     f"Block {block_id} is marked {BlockState(state).name} with {self._ref_counts[block_id]}"
                     " references, but is kept among blocks of another state."
                 )
-        if tables is not None:
-            self._check_counts(tables)
-
-    def _check_counts(self, tables: Iterable[Iterable[int]]) -> None:
+        if tables is None:
+            return
         held = Counter(block_id for table in tables for block_id in table if block_id != NULL_BLOCK)
         for block_id in held:
             if not self._is_known(block_id):
@@ -299,9 +269,8 @@ class BlockPool:
                 for undone in block_ids[len(block_ids) - done :]:
                     counts[undone] += 1
                 raise self._misuse("release", block_id, "it was released more often than it was taken")
-            left = counts[block_id] - 1
-            counts[block_id] = left
-            if left == 0:
+            counts[block_id] -= 1
+            if not counts[block_id]:
                 unreferenced.append(block_id)
         self.counters.given_back += len(unreferenced)
         return unreferenced
@@ -315,11 +284,10 @@ class BlockPool:
         return block_id
 
     def _misuse(self, action: str, block_id: int, why: str) -> PagedCacheError:
-        if not self._is_known(block_id):
-            known = f"0…{self.num_blocks - 1}"
-            return PagedCacheError(f"Cannot {action} block {block_id}: unknown id, expected one of {known}.")
-        is_now = f"it is {self.state(block_id).name}, references: {self._ref_counts[block_id]}"
-        return PagedCacheError(f"Cannot {action} block {block_id}: {is_now}; {why}.")
+        fault = f"unknown id, expected one of 0…{self.num_blocks - 1}"
+        if self._is_known(block_id):
+            fault = f"it is {self.state(block_id).name}, references: {self._ref_counts[block_id]}; {why}"
+        return PagedCacheError(f"Cannot {action} block {block_id}: {fault}.")
 
 
 def _require_at_least(lowest: int, value: int, name: str) -> None:

@@ -23,10 +23,8 @@ class BlockTable:
                     ids         [ 7,   2,  5]    num_tokens 10, slot of token 9 = (5, 1)
     ```
 
-    Holds no references: whoever puts ids in or takes them out shares and releases them in the pool.
-
-    Raises:
-        PagedCacheError: By methods too, for a number that does not fit the sequence; nothing has changed.
+    Holds no references: whoever puts ids in or takes them out shares and releases them in the pool. A number
+    that does not fit the sequence raises a PagedCacheError, and nothing has changed.
     """
 
     block_size: int  # tokens
@@ -82,23 +80,16 @@ class BlockTable:
     def drop_before(self, token: int) -> list[int]:
         """Make the entries of blocks that lie wholly before a token NULL_BLOCK. Returns the ids they had."""
         self._require_token(token, "token")
-        dropped = []
-        for i in range(self.num_dropped, token // self.block_size):
-            if self.ids[i] != NULL_BLOCK:
-                dropped.append(self.ids[i])
-                self.ids[i] = NULL_BLOCK
-        self.num_dropped = max(self.num_dropped, token // self.block_size)
+        first, self.num_dropped = self.num_dropped, max(self.num_dropped, token // self.block_size)
+        dropped = [block_id for block_id in self.ids[first : self.num_dropped] if block_id != NULL_BLOCK]
         if dropped:
+            self.ids[first : self.num_dropped] = [NULL_BLOCK] * (self.num_dropped - first)
             self.dense = [i for i in self.dense if i >= self.num_dropped]
         return dropped
 
     def fork(self) -> BlockTable:
-        """A second sequence with the same blocks so far. The caller shares `stored_ids()` in the pool."""
+        """A second sequence with the same blocks so far. The caller shares them in the pool."""
         return replace(self, ids=self.ids.copy(), dense=self.dense.copy())
-
-    def stored_ids(self) -> list[int]:
-        """The ids without NULL ones, in order."""
-        return [block_id for block_id in self.ids if block_id != NULL_BLOCK]
 
     def _require_token(self, token: int, name: str) -> None:
         if not 0 <= token <= self.num_tokens:

@@ -12,16 +12,11 @@ if TYPE_CHECKING:
     from .block_table import BlockTable
 
 
-def slots_per_row(sink_blocks: int, residual_blocks: int) -> int:
-    """Slots that a row can need at one time: one block may be full and not yet sealed."""
-    return sink_blocks + residual_blocks + (1 if residual_blocks else 0)
-
-
 class Moves(NamedTuple):
     """What a reservation changes in quantized layers, as pairs of (source, target)."""
 
-    copied: list[tuple[int, int]]  # slot -> slot: a shared block that a row will write to
-    unsealed: list[tuple[int, int]]  # id -> slot: a record that a row will write to, its tail was cropped
+    copied: list[tuple[int, int]]  # dense ids: a shared block that a row will write to
+    unsealed: list[tuple[int, int]]  # id -> dense id: a record that a row will write to, its tail was cropped
     records: list[tuple[int, int]]  # id -> id: a shared block that a row will write to, and stays a record
     columns: list[int]  # of the tables, whose entries changed, besides those that the reservation tells of
 
@@ -29,9 +24,9 @@ class Moves(NamedTuple):
 class DenseBlocks:
     """The dense blocks of one layer group: the first `sink_blocks` of every row, and its newest ones.
 
-    A block is dense if its id has a slot, so rows that share a block share its slot; rows that begin later
-    than others have their own first blocks as sinks. A block that was being filled is sealed by the first
-    reservation after it is full, not before: what a rejected draft wrote never becomes bytes.
+    Each has a dense id beside its block id: its place among the dense blocks in the pools. Rows that begin
+    later than others have their own first blocks as sinks. A block that was being filled is sealed by the
+    first reservation after it is full, not before: what a rejected draft wrote never becomes bytes.
 
     A row's table lists which of its blocks are dense, so that a step looks at those and not at all there are.
 
@@ -45,76 +40,69 @@ class DenseBlocks:
     ```
 
     Plain data, can be deep-copied.
-
-    Args:
-        sink_blocks: Blocks at the beginning of every row.
-        residual_blocks: Blocks at its end, the one being filled included; 0 where formats take single tokens.
     """
 
     def __init__(self, sink_blocks: int, residual_blocks: int) -> None:
-        self.sink_blocks = sink_blocks
-        self.residual_blocks = residual_blocks
-        self.num_slots = 0  # slots that pools must have
-        self._slots: dict[int, int] = {}  # block id -> slot
+        self.sink_blocks = sink_blocks  # at the beginning of every row
+        self.residual_blocks = residual_blocks  # at its end, the open one included; 0: tokens go to bytes
+        self.num_dense = 0  # dense blocks that pools must have room for
+        self._dense_ids: dict[int, int] = {}  # by block id
         self._free: list[int] = []
 
     def __bool__(self) -> bool:
         """Whether any block is ever dense."""
         return self.sink_blocks + self.residual_blocks > 0
 
-    def live_slots(self, manager: BlockManager) -> list[int]:
-        """Slots of blocks that rows hold, in order."""
-        return sorted(self.slots_by_id(manager).values())
+    @property
+    def dense_per_row(self) -> int:
+        """Dense blocks that a row can need at one time: one block may be full and not yet sealed."""
+        return self.sink_blocks + self.residual_blocks + bool(self.residual_blocks)
 
-    def slots_by_id(self, manager: BlockManager) -> dict[int, int]:
-        """Block id -> slot, of the dense blocks of all rows."""
-        return {table.ids[c]: slot for table in manager.tables for c, slot in self.slots_of(table)}
+    def dense_ids(self, manager: BlockManager) -> dict[int, int]:
+        """Block id -> dense id, of all rows."""
+        return {table.ids[c]: self._dense_ids[table.ids[c]] for table in manager.tables for c in table.dense}
 
-    def slots_of(self, table: BlockTable) -> list[tuple[int, int]]:
-        """The dense columns of a row, as (column, slot)."""
-        return [(column, self._slots[table.ids[column]]) for column in table.dense]
+    def columns_of(self, table: BlockTable) -> list[tuple[int, int]]:
+        """The dense columns of a row, as (column, dense id)."""
+        return [(column, self._dense_ids[table.ids[column]]) for column in table.dense]
 
     def renumber(self, moved: Mapping[int, int]) -> None:
         """Follow blocks that got other ids, which nobody held."""
         for block_id in moved.values():
             self._drop(block_id)
-        self._slots = {moved.get(block_id, block_id): slot for block_id, slot in self._slots.items()}
+        self._dense_ids = {moved.get(old, old): dense_id for old, dense_id in self._dense_ids.items()}
 
     def adopt(self, manager: BlockManager, ids: Sequence[int]) -> list[int]:
-        """Make blocks of rows that were adopted dense. Returns their slots."""
+        """Make blocks of rows that were adopted dense. Returns their dense ids."""
         wanted = set(ids)
         for table in manager.tables:
             table.dense = [column for column, block_id in enumerate(table.ids) if block_id in wanted]
-        return [self._slot_for(manager, block_id) for block_id in ids]
+        return [self._dense_id(manager, block_id) for block_id in ids]
 
     def full(self, manager: BlockManager, new_tokens: int) -> list[tuple[int, int]]:
-        """Blocks to seal before new tokens are reserved, as (slot, block id)."""
+        """Blocks to seal before new tokens are reserved, as (dense id, block id)."""
         ids = {table.ids[c]: None for table, c in self._full_columns(manager, new_tokens)}
-        return [(self._slots[block_id], block_id) for block_id in ids]
+        return [(self._dense_ids[block_id], block_id) for block_id in ids]
 
     def release_full(self, manager: BlockManager, new_tokens: int) -> list[int]:
-        """Make what `full` says dense no more, and its slots free. Returns the columns of the tables."""
+        """Make what `full` says dense no more, and its dense ids free. Returns the columns of the tables."""
         full = self._full_columns(manager, new_tokens)
         for block_id in {table.ids[c] for table, c in full}:
             self._drop(block_id)
         for table in manager.tables if full else ():
-            table.dense = [c for c in table.dense if table.ids[c] in self._slots]
+            table.dense = [c for c in table.dense if table.ids[c] in self._dense_ids]
         return [column for _, column in full]
 
     def follow(self, manager: BlockManager, reservation: Reservation) -> Moves:
-        """Give slots to what a reservation made dense."""
-        size = manager.block_size
-        moves = Moves([], [], [], [])
+        """Give dense ids to what a reservation made dense."""
+        size, moves = manager.block_size, Moves([], [], [], [])
         sources = {new: old for old, new in reservation.copies}
         for block_id in sources:
             self._drop(block_id)  # of an earlier life of that block
-        # The tables name the copies by now, and the slots of what is copied have to last until then.
+        # The tables name the copies by now, and the dense ids of what is copied have to last until then.
         left = set(sources.values())
-        grown = [
-            (table, table.token_at(reservation.start))
-            for table in manager.tables
-            if table.end > max(table.offset, reservation.start)
-        ]
+        starts = [(table, table.token_at(reservation.start)) for table in manager.tables]
+        grown = [(table, start) for table, start in starts if table.num_tokens > start]
         for table, start in grown:
             column = start // size
             if not start % size:
@@ -124,52 +112,52 @@ class DenseBlocks:
             if not self.residual_blocks and column >= self.sink_blocks:
                 if source != block_id:
                     moves.records.append((source, block_id))
-            elif source not in self._slots:
+            elif source not in self._dense_ids:
                 table.dense.append(column)
-                moves.unsealed.append((source, self._slot_for(manager, block_id, left)))
+                moves.unsealed.append((source, self._dense_id(manager, block_id, left)))
                 moves.columns.append(column)
             elif source != block_id:
-                moves.copied.append((self._slots[source], self._slot_for(manager, block_id, left)))
+                moves.copied.append((self._dense_ids[source], self._dense_id(manager, block_id, left)))
         for table, start in grown:
             last = (table.num_tokens - 1) // size
             for column in range(-(-start // size), last + 1):
-                if table.ids[column] == NULL_BLOCK:
-                    continue
                 if column < self.sink_blocks or column > last - self.residual_blocks:
-                    table.dense.append(column)
-                    self._slot_for(manager, table.ids[column], left)
+                    if table.ids[column] != NULL_BLOCK:
+                        table.dense.append(column)
+                        self._dense_id(manager, table.ids[column], left)
                 else:
                     self._drop(table.ids[column])
         return moves
 
     def reset(self) -> None:
         """Forget everything."""
-        self._slots.clear()
-        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._dense_ids.clear()
+        self._free = list(range(self.num_dense - 1, -1, -1))
 
     def save(self) -> Callable[[], None]:
         """Remember what there is. Returns what makes it so again."""
-        num_slots, slots, free = self.num_slots, self._slots.copy(), self._free.copy()
+        num_dense, dense_ids, free = self.num_dense, self._dense_ids.copy(), self._free.copy()
 
         def restore() -> None:
-            self.num_slots, self._slots, self._free = num_slots, slots.copy(), free.copy()
+            self.num_dense, self._dense_ids, self._free = num_dense, dense_ids.copy(), free.copy()
 
         return restore
 
-    def provide_rows(self, rows: int) -> None:
-        """Have the slots that so many rows can need."""
-        self._provide(rows * slots_per_row(self.sink_blocks, self.residual_blocks))
+    def provide(self, num_dense: int) -> None:
+        """Have so many dense ids at least."""
+        self._free[:0] = range(num_dense - 1, self.num_dense - 1, -1)
+        self.num_dense = max(self.num_dense, num_dense)
 
     def check_integrity(self, manager: BlockManager) -> None:
-        """Raise an AssertionError if two blocks have one slot, one is lost, or a table lists other blocks."""
+        """Raise an AssertionError if a dense id is lost or used twice, or a table lists other blocks."""
         for row, table in enumerate(manager.tables):
-            dense = [column for column, block_id in enumerate(table.ids) if block_id in self._slots]
+            dense = [column for column, block_id in enumerate(table.ids) if block_id in self._dense_ids]
             if table.dense != dense:
-                raise AssertionError(f"Row {row} lists {table.dense} as dense, and {dense} have slots.")
-        slots = list(self._slots.values())
-        if len({*slots, *self._free}) != self.num_slots or len(slots) + len(self._free) != self.num_slots:
+                raise AssertionError(f"Row {row} lists {table.dense} as dense, and {dense} have dense ids.")
+        used, free = list(self._dense_ids.values()), self._free
+        if sorted([*used, *free]) != list(range(self.num_dense)):
             raise AssertionError(
-                f"{len(slots)} used and {len(self._free)} free slots are not the {self.num_slots} there are"
+                f"dense ids {used} and the free {free} are not the {self.num_dense} there are"
             )
 
     def _full_columns(self, manager: BlockManager, new_tokens: int) -> list[tuple[BlockTable, int]]:
@@ -184,22 +172,18 @@ class DenseBlocks:
             found += [(table, c) for c in table.dense if self.sink_blocks <= c < stop]
         return found
 
-    def _provide(self, num_slots: int) -> None:
-        self._free[:0] = range(num_slots - 1, self.num_slots - 1, -1)
-        self.num_slots = max(self.num_slots, num_slots)
-
-    def _slot_for(self, manager: BlockManager, block_id: int, kept: Collection[int] = ()) -> int:
-        if block_id not in self._slots:
+    def _dense_id(self, manager: BlockManager, block_id: int, kept: Collection[int] = ()) -> int:
+        if block_id not in self._dense_ids:
             if not self._free:
                 held = {table.ids[c] for table in manager.tables for c in table.dense}.union(kept)
-                for stale in [block_id for block_id in self._slots if block_id not in held]:
+                for stale in self._dense_ids.keys() - held:
                     self._drop(stale)
             if not self._free:
-                self._provide(self.num_slots + max(1, self.num_slots // 2))
-            self._slots[block_id] = self._free.pop()
-        return self._slots[block_id]
+                self.provide(self.num_dense + max(1, self.num_dense // 2))
+            self._dense_ids[block_id] = self._free.pop()
+        return self._dense_ids[block_id]
 
     def _drop(self, block_id: int) -> None:
-        slot = self._slots.pop(block_id, None)
-        if slot is not None:
-            self._free.append(slot)
+        dense_id = self._dense_ids.pop(block_id, None)
+        if dense_id is not None:
+            self._free.append(dense_id)

@@ -205,7 +205,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         """Tokens of a static row, as the device knows it; the host does not wait for it."""
         group = self._state.layer_groups.static_of(self.layer_idx)
         assert group is not None, "the groups of a static cache are static"
-        return group.length_tensor(self.layer_idx)
+        return group.static_blocks[self.layer_idx].lengths[0]
 
     def get_max_length(self) -> int:
         """Tokens that a static row can hold, otherwise -1: the pool bounds the sum over rows."""

@@ -379,7 +379,7 @@ class PagedCache(DeprecatedReads, CacheTools):
             block_size=self._state.config.block_size,
             num_blocks=sum(pool.num_blocks for pool in pools),
             used_blocks=sum(pool.num_referenced for pool in pools),
-            shared_blocks=sum(pool.num_shared for pool in pools),
+            shared_blocks=sum(r.num_blocks for pool in pools for r in pool.runs() if r.holders > 1),
             free_blocks=sum(pool.num_free for pool in pools),
             backend=next(filter(None, (getattr(layer, "backend", None) for layer in self.layers)), None),
             layer_dtypes=self._state.layer_groups.layer_dtypes(),
@@ -414,7 +414,7 @@ class PagedCache(DeprecatedReads, CacheTools):
         return MemoryFootprint(
             pool_bytes=sum(group.pool_bytes for group in groups),
             used_bytes=sum(group.bytes_by_format().total() for group in groups),
-            table_bytes=sum(group.table_bytes for group in groups),
+            table_bytes=sum(group.tables.nbytes for group in groups),
             scratch_bytes=dispatch.scratch_bytes(),
             host_bytes=self._hosts.nbytes,
         )

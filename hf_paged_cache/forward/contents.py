@@ -13,9 +13,9 @@ import torch
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError, PoolExhausted
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.store import static_group
-from hf_paged_cache.store.holder import Saved
 from hf_paged_cache.store.layer_groups import LayerGroups
 from hf_paged_cache.store.pool_tensors import NewTokens
+from hf_paged_cache.store.store import Saved
 
 from .rows import Rows
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from hf_paged_cache.config import PagedCacheConfig
     from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
-    from hf_paged_cache.store.holder import Restore
     from hf_paged_cache.store.layer_group import LayerGroup
     from hf_paged_cache.store.saved import SavedCache
+    from hf_paged_cache.store.window_store import Restore
 
     from .left_padding import Padding
 
@@ -213,15 +213,13 @@ class Contents:
         """
         _, keys, values = behind[0]
         rows, end = self.rows, start + keys.shape[2]
-        self.layer_groups.check_room_for(start, keys.shape[2], rows.batch)
+        self.layer_groups.check_room_for(start, keys.shape[2])
         self.crop_to(start)
         # What is written now may lie where the tail did.
         self.layer_groups.store.keep(self._save)
         if not start:
             self.open_rows(NewTokens.of(keys, values), keep_history=rows.record_past)
-        self.layer_groups.reserve(
-            rows.batch, start, end - start, keep_history=rows.record_past, padding=padding.unstored
-        )
+        self.layer_groups.reserve(start, end - start, keep_history=rows.record_past, padding=padding.unstored)
         for index, keys, values in behind:
             dispatch.write(self.blocks[index], keys, values, start)
             rows.tokens[index] = end
@@ -229,7 +227,8 @@ class Contents:
 
     def open_rows(self, new: NewTokens, *, keep_history: bool) -> None:
         """Begin with empty rows for tokens like these. Part of a change."""
-        self.layer_groups.open_rows(new, keep_history=keep_history, would_be_static=self.would_be_static)
+        would_be_static = self.would_be_static(new.shape.device)
+        self.layer_groups.open_rows(new, keep_history=keep_history, would_be_static=would_be_static)
         self.rows.batch = new.batch
 
     # --- copies ---------------------------------------------------------------------------------------------
@@ -270,7 +269,7 @@ class Contents:
         """
         if not (self.is_static and self.rows.batch):
             return
-        length = max(group.pull_length() for group in self.layer_groups.static)
+        length = max(group.tables.pull_length() for group in self.layer_groups.static)
         if length != self.rows.end:
             self.rows.lengthen(length)
         capacity = self.layer_groups.row_capacity_tokens

@@ -21,7 +21,7 @@ from .token_ids import UncountedText
 from .undo import Undo
 
 if TYPE_CHECKING:
-    from hf_paged_cache.store.holder import Restore
+    from hf_paged_cache.store.window_store import Restore
 
     from .state import CacheState
 

@@ -12,7 +12,7 @@ from .left_padding import NO_PADDING
 from .token_ids import TokenIds
 
 if TYPE_CHECKING:
-    from hf_paged_cache.store.holder import Restore
+    from hf_paged_cache.store.window_store import Restore
 
     from .left_padding import Padding
     from .ownership import Owner

@@ -149,7 +149,6 @@ class CacheState(Contents):
             self.open_rows(new, keep_history=keep_history)
         keep = partial(self.layer_groups.store.keep, self._save)
         self.layer_groups.reserve(
-            rows.batch,
             start,
             new.count,
             keep_history=keep_history,
@@ -198,7 +197,7 @@ class CacheState(Contents):
             UnstorableValueError: A quantized layer was given what cannot be stored.
         """
         blocks, group, start = self.blocks[layer_idx], self.layer_groups.of(layer_idx), self.rows.start
-        if blocks.records is not None and group.is_unguarded(layer_idx):
+        if blocks.records is not None and layer_idx in group.unguarded:
             self.change(partial(group.check_keys, layer_idx, key_states, start))
         try:
             dispatch.write(blocks, key_states, value_states, start)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hf_paged_cache.host.frames import Frame
     from hf_paged_cache.host.running_forward import ModelCall
-    from hf_paged_cache.store.holder import Restore
+    from hf_paged_cache.store.window_store import Restore
 
 _BEGINNING = 16
 """Tokens that tell one text from another."""

@@ -8,15 +8,12 @@ does not change a softmax.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
 from hf_paged_cache.errors import QuantizationError
+from hf_paged_cache.formats.record import KVFormat
 from hf_paged_cache.kernels.autocast import without_autocast
-
-if TYPE_CHECKING:
-    from hf_paged_cache.formats import KVFormat
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -25,8 +22,7 @@ KEY_ERROR_BOUND = 1 / 3
 of a head err by a third of what tells common tokens apart. SmolLM2-135M has 0.08 to 0.11 in `int4`, 0.17 to
 0.30 in `int4_group` with groups of 32."""
 
-_ALIKE = 1e-4
-"""Tokens that differ by less than this share of their norm count as one and the same."""
+_ALIKE = 1e-4  # tokens that differ by less than this share of their norm count as one and the same
 
 
 def concerns(kv_format: KVFormat | None) -> bool:
@@ -55,11 +51,7 @@ def key_error(kv_format: KVFormat, keys: torch.Tensor) -> float:
 
 
 def fault_of(layer_idx: int, kv_format: KVFormat, keys: torch.Tensor, *, raises: bool) -> str | None:
-    """Why a layer should have its K in int8, a sentence without its end; None if they fit their format.
-
-    Raises:
-        QuantizationError: They are unfit, and `raises` is set.
-    """
+    """Why a layer should have its K in int8, to be told or raised (QuantizationError); None if they fit."""
     error = key_error(kv_format, keys)
     if error <= KEY_ERROR_BOUND:
         return None

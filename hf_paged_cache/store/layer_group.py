@@ -6,7 +6,6 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -21,16 +20,16 @@ from hf_paged_cache.kernels.call import LayerBlocks
 from . import key_guard
 from .device.fault_flags import Faults
 from .device.tables import DeviceTables
-from .holder import Holder, Saved
 from .pool_tensors import LayerPool, PoolShape, split_pairs
 from .saved import SavedGroup, SavedLayer
+from .store import Saved
+from .window_store import Holder, WindowStore
 
 if TYPE_CHECKING:
     from hf_paged_cache.config import KeyErrorGuard
     from hf_paged_cache.host.architectures import LayerSpec
 
     from .precision import Precision
-    from .window_store import WindowStore
 
 
 class LayerGroup:
@@ -38,18 +37,10 @@ class LayerGroup:
 
     Block ids are shared by the layers of a group, so that bookkeeping is done once per step and not once per
     layer. Layers of one shape also share one `LayerPool`; a group with layers of several shapes (or on
-    several devices) has several pools under the same ids.
-
-    Args:
-        specs: Layer index -> what the config says of that layer.
-        store: Whose blocks it takes; other caches may take of them too.
-        precision: How layers are stored.
-        row_blocks: Blocks of the longest row that is expected; tables are made that wide.
-        guard: What is done where the K of a layer are unfit for 4 bits.
+    several devices) has several pools under the same ids. Its store may serve other caches too.
     """
 
-    HAS_FIXED_ROWS = False
-    """Whether rows have all their blocks from the start."""
+    HAS_FIXED_ROWS = False  # whether rows have all their blocks from the start
 
     def __init__(
         self,
@@ -57,25 +48,24 @@ class LayerGroup:
         store: WindowStore,
         precision: Precision,
         *,
-        row_blocks: int,
+        row_blocks: int,  # of the longest row that is expected; tables are made that wide
         guard: KeyErrorGuard = "off",
     ) -> None:
-        size = store.block_size
-        self.specs = specs
+        self.specs = specs  # by layer index
         self.store = store
         self.formats = {index: precision.formats[index] for index in specs}
-        self.manager = BlockManager(store.num_blocks, size, store.window, pool=store.blocks)
-        self.dense = DenseBlocks(0, 0)  # false: no block is ever in the model's dtype beside records
-        if any(self.formats.values()):
-            self.dense = DenseBlocks(precision.sink_blocks(size), precision.residual_blocks(size))
+        self.manager = BlockManager(store.num_blocks, store.block_size, store.window, pool=store.blocks)
+        is_quantized = any(self.formats.values())
+        self.dense = precision.dense_blocks(store.block_size) if is_quantized else DenseBlocks(0, 0)
         self._guard = guard
-        self._unguarded = {i for i in specs if guard != "off" and key_guard.concerns(self.formats[i])}
+        # Layers that the guard has yet to look at.
+        self.unguarded = {i for i in specs if guard != "off" and key_guard.concerns(self.formats[i])}
         self.pools: list[LayerPool] = []  # made when the first layer that needs them is written
         self.holder = Holder(self.manager, self.pools)
         self.blocks: dict[int, LayerBlocks] = {}  # by layer; filled as layers claim their places
         self._pools: dict[int, LayerPool] = {}  # by layer
-        self._tables = DeviceTables(self.manager, self.dense, row_blocks, is_fixed=self.HAS_FIXED_ROWS)
-        self._faults: dict[torch.device, Faults] = {}
+        self.tables = DeviceTables(self.manager, self.dense, row_blocks, is_fixed=self.HAS_FIXED_ROWS)
+        self.faults: dict[torch.device, Faults] = {}
         self._store_version = store.version
         store.join(self.holder)
 
@@ -97,23 +87,18 @@ class LayerGroup:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools, those that are shared with other caches included."""
-        return self.store.nbytes + sum(pool.slot_bytes for pool in self.pools)
+        shared = sum(tensors.nbytes for tensors in self.store.tensors)
+        return shared + sum(pool.dense_bytes for pool in self.pools)
 
     def bytes_by_format(self) -> Counter[str]:
         """Format -> bytes of the blocks that hold tokens; `auto` is the model's dtype."""
-        blocks, slots = self.store.blocks.num_referenced, len(self.dense.live_slots(self.manager))
+        blocks, dense = self.store.blocks.num_referenced, len(self.dense.dense_ids(self.manager))
         total: Counter[str] = Counter()
-        for pool in self._pools.values():
-            dense = blocks if pool.layout is None else slots
-            total["auto"] += dense * pool.shape.dense_bytes(self.block_size)
-            if pool.shape.format is not None:
-                total[pool.shape.format.name] += (blocks - slots) * pool.shape.block_bytes(self.block_size)
+        for shape in (pool.shape for pool in self._pools.values()):
+            total["auto"] += (dense if shape.format else blocks) * shape.dense_bytes(self.block_size)
+            if shape.format is not None:
+                total[shape.format.name] += (blocks - dense) * shape.block_bytes(self.block_size)
         return total
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the block tables and lengths that kernels read."""
-        return self._tables.nbytes
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
         """Give a layer its place, allocating a pool if none fits. Called once per layer."""
@@ -133,30 +118,24 @@ class LayerGroup:
     def start(self, batch: int) -> None:
         """Begin with so many empty rows."""
         self.manager.start(batch)
-        self._tables.tokens = 0
-        for faults in self._faults.values():  # of rows before; here, where there are none to go back to
+        self.tables.tokens = 0
+        for faults in self.faults.values():  # of rows before; here, where there are none to go back to
             faults.reset()
-        self.dense.provide_rows(batch)
-        self._grow_slots()
+        self.dense.provide(batch * self.dense.dense_per_row)
+        self._grow_dense()
         self.sync_tables()
 
     def reset(self) -> None:
         """Forget the rows and give their blocks back."""
         self.manager.reset()
-        self._tables.tokens = 0
+        self.tables.tokens = 0
         self.dense.reset()
         self.holder.step = None
 
-    def check_faults(self) -> None:
-        """Raise UnstorableValueError if kernels of a GPU have met K or V that cannot be stored."""
-        for faults in self._faults.values():
-            faults.check()
-
     def let_go(self, new_tokens: int, *, keep_history: bool, padding: Sequence[int] = ()) -> list[int]:
-        """Give back what a `reserve` with these arguments does not need any more.
+        """Give back what a `reserve` with these arguments does not need any more; columns that changed.
 
-        Blocks and slots that were given back may be written anew, so this cannot be undone; nor need it be.
-        Returns columns of the tables from which on entries have changed; `reserve` wants to know them.
+        What was given back may be written anew, so this cannot be undone; nor need it be.
         """
         self.bind_again()
         changed = self.dense.release_full(self.manager, new_tokens)
@@ -165,27 +144,29 @@ class LayerGroup:
     def reserve(
         self, new_tokens: int, changed: list[int], *, keep_history: bool, padding: Sequence[int] = ()
     ) -> None:
-        """Make room for new tokens, after `let_go` (which tells what has changed); there is room."""
+        """Make room for new tokens, after `let_go`, which tells what has changed; there are blocks enough."""
         reservation = self.manager.reserve(new_tokens, keep_history=keep_history, padding_tokens=padding)
         assert reservation is not None, "room was checked for every group before any was reserved"
         changed = [*changed, reservation.changed_from]
-        self._enter_streams(takes_blocks=reservation.changed_from * self.block_size < reservation.end)
+        takes_blocks = reservation.changed_from * self.block_size < reservation.end
+        for device in {pool.shape.device for pool in self.pools}:
+            self.store.streams.enter(device, takes_blocks=takes_blocks)
         moves = self.dense.follow(self.manager, reservation) if self.dense else None
-        self._grow_slots()
+        self._grow_dense()
         for pool in self.pools:
             if pool.layout is not None and moves is not None:
                 pool.follow(moves)
-            elif reservation.copies:
-                pool.copy_blocks(*split_pairs(reservation.copies))
+            else:
+                pool.tensors.copy_blocks(reservation.copies)
         self.sync_tables(min(changed if moves is None else [*changed, *moves.columns]))
-        self._tables.set_length(reservation.end)
+        self.tables.set_length(reservation.end)
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens."""
         self.manager.crop(num_tokens)
-        if self._tables.offsets != self.manager.offsets:
+        if self.tables.offsets != self.manager.offsets:
             self.sync_tables()
-        self._tables.set_length(num_tokens)
+        self.tables.set_length(num_tokens)
 
     def release_outside_window(self) -> None:
         """Give back what was only kept for a roll-back."""
@@ -195,8 +176,8 @@ class LayerGroup:
     def reorder(self, row_indices: Sequence[int]) -> None:
         """Make the rows copies of the given old rows, by reference."""
         self.manager.reorder(row_indices)
-        self.dense.provide_rows(self.manager.batch)
-        self._grow_slots()
+        self.dense.provide(self.manager.batch * self.dense.dense_per_row)
+        self._grow_dense()
         self.sync_tables()
 
     # --- quantized layers -----------------------------------------------------------------------------------
@@ -204,41 +185,27 @@ class LayerGroup:
     def seal_full(self, new_tokens: int) -> None:
         """Encode the blocks that are full when so many tokens come, after the guard has looked at them.
 
-        They are read from their slots as before, until as many are reserved. Another cache may have sealed a
-        block that is shared; the bytes are the same.
-
-        Raises:
-            QuantizationError: The guard found the K of a layer unfit for its format.
+        They are read as dense blocks until those are reserved. Caches that share a block seal it alike.
         """
-        full = self.dense.full(self.manager, new_tokens)
-        if not full:
+        dense_ids, ids = split_pairs(self.dense.full(self.manager, new_tokens))
+        if not dense_ids:
             return
-        slots, ids = split_pairs(full)
-        for layer_idx in sorted(self._unguarded & self.blocks.keys()):
-            keys = self.blocks[layer_idx].keys
-            self._judge(layer_idx, keys[torch.tensor(slots, device=keys.device)])
-        self._enter_streams(takes_blocks=False)
+        for layer_idx in sorted(self.unguarded & self.blocks.keys()):
+            self._judge(layer_idx, self.blocks[layer_idx].keys[dense_ids])
         for pool in self.pools:
             if pool.layout is not None:
-                pool.seal(slots, ids)
-
-    def is_unguarded(self, layer_idx: int) -> bool:
-        """Whether the guard has yet to look at a layer."""
-        return layer_idx in self._unguarded
+                self.store.streams.enter(pool.shape.device, takes_blocks=False)
+                pool.seal(dense_ids, ids)
 
     def check_keys(self, layer_idx: int, key_states: torch.Tensor, start: int) -> None:
-        """Let the guard look at the first K of a layer that a write will encode.
-
-        Raises:
-            QuantizationError: It found them unfit for the layer's format.
-        """
+        """Let the guard look at the first K of a layer that a write will encode."""
         size, end = self.block_size, start + key_states.shape[2]
         found: list[torch.Tensor] = []
         for row, table in enumerate(self.manager.tables):
             columns = range(-(-table.token_at(start) // size), table.token_at(end) // size)
-            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in table.dense)
-            for column in islice(encoded, 1):
-                first = table.offset + column * size - start
+            encoded = [c for c in columns if table.ids[c] != NULL_BLOCK and c not in table.dense]
+            if encoded:
+                first = table.offset + encoded[0] * size - start
                 found.append(key_states[row, :, first : first + size])
         if found:
             self._judge(layer_idx, torch.stack(found))
@@ -251,42 +218,34 @@ class LayerGroup:
         if fault is not None:
             self._move(layer_idx, with_keys_in_int8(kv_format))
             key_guard.logger.warning("%s, so its keys are stored in int8", fault)
-        self._unguarded.discard(layer_idx)
+        self.unguarded.discard(layer_idx)
 
     def _move(self, layer_idx: int, kv_format: KVFormat) -> None:
         """Store a layer in another format, before any of its blocks is a record."""
         old = self._pools[layer_idx]
         pool = self._pool_for(layer_idx, replace(old.shape, format=kv_format), 1)
         old_place, place = old.tensors.layers[layer_idx], pool.tensors.layers[layer_idx]
-        for slot in self.dense.live_slots(self.manager):
-            pool.keys[slot, place] = old.keys[slot, old_place]
-            pool.values[slot, place] = old.values[slot, old_place]
+        dense_ids = [*self.dense.dense_ids(self.manager).values()]
+        pool.keys[dense_ids, place] = old.keys[dense_ids, old_place]
+        pool.values[dense_ids, place] = old.values[dense_ids, old_place]
         self.formats[layer_idx] = kv_format
-        self._pools[layer_idx] = pool
-        is_unused = all(held is not old for held in self._pools.values())
-        if is_unused and len(old.tensors.layers) == old.tensors.num_layers:
+        self._add_layer(layer_idx, pool)
+        if old not in self._pools.values() and len(old.tensors.layers) == old.tensors.num_layers:
             self.pools.remove(old)
             self.store.drop(old.tensors)
-        self._bind(layer_idx)
 
     # --- sizes of pools -------------------------------------------------------------------------------------
 
     def grow(self, num_blocks: int) -> bool:
-        """Enlarge every pool to `num_blocks`; ids and contents stay. All pools or none.
-
-        Returns:
-            False if another cache is writing where its layers were bound: nothing has changed.
-        """
-        if not self.store.can_move(self.holder):
-            return False
-        self.store.resize(num_blocks)
-        self.bind_again()
-        return True
+        """Enlarge every pool; ids and contents stay. False, and no change, while another cache is writing."""
+        can_move = self.store.can_move(self.holder)
+        if can_move:
+            self.store.resize(num_blocks)
+            self.bind_again()
+        return can_move
 
     def shrink(self, num_blocks: int) -> None:
         """Make every pool as small as that; contents stay. Only if no other cache has blocks of it."""
-        if self.store.is_shared:
-            return
         moved = self.store.resize(num_blocks)
         self.manager.renumber(moved)
         self.dense.renumber(moved)
@@ -296,8 +255,8 @@ class LayerGroup:
     def bind_again(self) -> None:
         """Find the tensors of all layers, if some cache has replaced them by larger ones."""
         version = self.store.version
-        for layer_idx in self._pools if self._store_version != version else ():
-            self._bind(layer_idx)
+        if self._store_version != version:
+            self._bind_all()
         self._store_version = version  # last: whoever is interrupted does it again
 
     # --- saved and copied -----------------------------------------------------------------------------------
@@ -305,33 +264,30 @@ class LayerGroup:
     def export(self, tokens: Mapping[int, int]) -> SavedGroup:
         """The `tokens` of each layer, in tensors of their own, and nothing of what else its blocks hold."""
         numbers = {block_id: number for number, block_id in enumerate(self._tokens_in_blocks(0))}
-        slots, tables = self.dense.slots_by_id(self.manager), self.manager.tables
+        dense_ids, tables = self.dense.dense_ids(self.manager), self.manager.tables
         return SavedGroup(
             window=self.window,
             tables=[[numbers.get(block_id, NULL_BLOCK) for block_id in table.ids] for table in tables],
             offsets=[table.offset for table in tables],
             first_held=self.manager.first_held,
-            dense=[numbers[block_id] for block_id in slots],
-            unguarded=[index for index in self._pools if index in self._unguarded],
-            layers={index: self._export_layer(index, tokens[index], slots) for index in self._pools},
+            dense=[numbers[block_id] for block_id in dense_ids],
+            unguarded=[index for index in self._pools if index in self.unguarded],
+            layers={index: self._export_layer(index, tokens[index], dense_ids) for index in self._pools},
         )
 
-    def _export_layer(self, layer_idx: int, tokens: int, slots: Mapping[int, int]) -> SavedLayer:
+    def _export_layer(self, layer_idx: int, tokens: int, dense_ids: Mapping[int, int]) -> SavedLayer:
         pool, held = self._pools[layer_idx], self._tokens_in_blocks(tokens)
         place = pool.tensors.layers[layer_idx]
-        if pool.slots is None:
+        if pool.dense is None:
             keys, values = pool.tensors.export(place, held)
             records = torch.empty(0, keys.shape[1], 0, dtype=torch.uint8, device=keys.device)
         else:
-            keys, values = pool.slots.export(place, {slot: held[i] for i, slot in slots.items()})
-            (records,) = pool.tensors.export(place, {i: n for i, n in held.items() if i not in slots})
+            keys, values = pool.dense.export(place, {dense_id: held[i] for i, dense_id in dense_ids.items()})
+            (records,) = pool.tensors.export(place, {i: n for i, n in held.items() if i not in dense_ids})
         return SavedLayer(format_name(self.formats[layer_idx]), keys, values, records)
 
     def import_(self, saved: SavedGroup, length: int) -> None:
-        """Fill rows that have just begun with what `export` has taken of rows of that length.
-
-        It was checked; the rows hold nothing, and there is room.
-        """
+        """Fill empty rows with what `export` has taken of rows of that length; it was checked, and fits."""
         for layer_idx, layer in saved.layers.items():
             kv_format = self.formats[layer_idx]
             if kv_format is not None and kv_format.name != layer.format:
@@ -340,28 +296,27 @@ class LayerGroup:
         ids = self.manager.adopt(saved.tables, length, saved.offsets)
         assert ids is not None, "room was made for all blocks"
         self.manager.first_held = saved.first_held
-        self._unguarded -= saved.layers.keys() - set(saved.unguarded)
-        slots = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
-        self._grow_slots()
+        self.unguarded -= saved.layers.keys() - set(saved.unguarded)
+        dense_ids = self.dense.adopt(self.manager, [ids[number] for number in saved.dense])
+        self._grow_dense()
+        encoded = [ids[number] for number in saved.encoded]
         for layer_idx, layer in saved.layers.items():
-            pool = self._pools[layer_idx]
+            pool, kv = self._pools[layer_idx], (layer.keys, layer.values)
             place = pool.tensors.layers[layer_idx]
-            if pool.slots is None:
-                pool.tensors.import_(place, [*ids.values()], (layer.keys, layer.values))
+            if pool.dense is None:
+                pool.tensors.import_(place, [*ids.values()], kv)
             else:
-                pool.slots.import_(place, slots, (layer.keys, layer.values))
-                encoded = [ids[number] for number in saved.encoded]
+                pool.dense.import_(place, dense_ids, kv)
                 pool.tensors.import_(place, encoded, (layer.records,))
         self.sync_tables()
-        self._tables.set_length(length)
+        self.tables.set_length(length)
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
         restore_manager, restore_dense, pools = self.manager.save(), self.dense.save(), [*self.pools]
         step, tokens = self.holder.step, self.num_tokens
-        attributes = {
-            name: copy.copy(getattr(self, name)) for name in ("formats", "_unguarded", "blocks", "_pools")
-        }
+        changing = ("formats", "unguarded", "blocks", "_pools")
+        attributes = {name: copy.copy(getattr(self, name)) for name in changing}
 
         def restore() -> None:
             vars(self).update({name: copy.copy(value) for name, value in attributes.items()})
@@ -371,36 +326,33 @@ class LayerGroup:
             restore_dense()
 
         def follow() -> None:
-            self._tables.tokens = tokens
+            self.tables.tokens = tokens
             self.sync_tables()
             self._store_version = -1
             self.bind_again()
-            self._tables.set_length(tokens)
+            self.tables.set_length(tokens)
 
         return Saved(restore, follow)
 
     def fork(self, store: WindowStore | None = None) -> Self:
-        """The same rows for another cache, by sharing their blocks; dense slots are copied.
-
-        With a store, an empty one, the blocks in use are copied there instead.
-        """
-        slots, held = self.dense.slots_by_id(self.manager), self._tokens_in_blocks(self.num_tokens)
+        """The same rows for another cache: blocks are shared, or copied if a store is given, an empty one."""
+        dense_ids, held = self.dense.dense_ids(self.manager), self._tokens_in_blocks(self.num_tokens)
         copied = copy.copy(self)
         copied.dense = copy.deepcopy(self.dense)
-        copied.formats, copied._unguarded = dict(self.formats), {*self._unguarded}
-        copied._faults = {device: faults.copy() for device, faults in self._faults.items()}
-        tensors = [pool.tensors for pool in self.pools]
+        copied.formats, copied.unguarded = dict(self.formats), {*self.unguarded}
+        copied.faults = {device: faults.copy() for device, faults in self.faults.items()}
         copied.manager = self.manager.fork(None if store is None else store.blocks)
+        copied.tables = self.tables.copy(copied.manager, copied.dense)
+        tensors = [pool.tensors for pool in self.pools]
         if store is not None:
             copied.store = store
-            for pool in self.pools:
-                kept = slots if pool.layout is not None else {}
+            for each in tensors:
+                kept = dense_ids if each.layout is not None else {}
                 used = {i: tokens for i, tokens in held.items() if tokens and i not in kept}
-                store.tensors.append(pool.tensors.copy(store.num_blocks, used))
+                store.tensors.append(each.copy(store.num_blocks, used))
             tensors = store.tensors
-        copied._tables = self._tables.copy(copied.manager, copied.dense)
-        used_slots = {slot: held[block_id] for block_id, slot in slots.items()}
-        copied.pools = [pool.copy(each, used_slots) for pool, each in zip(self.pools, tensors, strict=True)]
+        used_dense = {dense_id: held[block_id] for block_id, dense_id in dense_ids.items()}
+        copied.pools = [pool.copy(each, used_dense) for pool, each in zip(self.pools, tensors, strict=True)]
         copied.holder = Holder(copied.manager, copied.pools)
         copied.blocks, copied._pools = {}, {}
         for layer_idx, pool in self._pools.items():
@@ -413,64 +365,62 @@ class LayerGroup:
 
     def sync_tables(self, from_column: int = 0) -> None:
         """Copy the manager's rows, from one block column on, to the tables that kernels read."""
-        if self._tables.sync(from_column):
-            for layer_idx in self._pools:
-                self._bind(layer_idx)
+        if self.tables.sync(from_column):
+            self._bind_all()
         if self.dense:
             columns = {
-                id(pool): self._tables.dense_columns(pool.shape.device, is_marked=pool.layout is not None)
+                id(pool): self.tables.dense_columns(pool.shape.device, is_marked=pool.layout is not None)
                 for pool in self.pools
             }
             for layer_idx, blocks in self.blocks.items():
                 blocks.dense_columns = columns[id(self._pools[layer_idx])]
 
-    def _has_marks(self, pool: LayerPool) -> bool:
-        return bool(self.dense) and pool.layout is not None
-
     def _add_layer(self, layer_idx: int, pool: LayerPool) -> LayerBlocks:
-        place = pool.tensors.layers[layer_idx]
-        table = self._tables.table(pool.shape.device, is_marked=self._has_marks(pool))
-        blocks = self.blocks[layer_idx] = LayerBlocks(pool.keys[:, place], pool.values[:, place], table)
         self._pools[layer_idx] = pool
         self._bind(layer_idx)
-        return blocks
+        return self.blocks[layer_idx]
+
+    def _bind_all(self) -> None:
+        for layer_idx in self._pools:
+            self._bind(layer_idx)
 
     def _bind(self, layer_idx: int) -> None:
         """Point a layer's blocks to where pools, table and lengths lie now."""
-        pool, blocks = self._pools[layer_idx], self.blocks[layer_idx]
+        pool = self._pools[layer_idx]
         device, place = pool.shape.device, pool.tensors.layers[layer_idx]
+        is_marked = bool(self.dense) and pool.layout is not None
+        keys, values = pool.keys[:, place], pool.values[:, place]
+        if layer_idx not in self.blocks:
+            table = self.tables.table(device, is_marked=is_marked)
+            self.blocks[layer_idx] = LayerBlocks(keys, values, table)
+        blocks = self.blocks[layer_idx]
         blocks.native = blocks.choice = None  # first: what it points to may go
-        self._tables.bind(blocks, device, is_marked=self._has_marks(pool))
-        blocks.keys, blocks.values = pool.keys[:, place], pool.values[:, place]
+        self.tables.bind(blocks, device, is_marked=is_marked)
+        blocks.keys, blocks.values = keys, values
         blocks.records = None if pool.records is None else pool.records[:, place]
         blocks.layout = pool.layout
         if pool.layout is not None and device.type != "cpu":
-            if device not in self._faults:
-                self._faults[device] = Faults(device, [i for i, each in self.formats.items() if each])
-            blocks.fault = self._faults[device].of(layer_idx)
-
-    def _enter_streams(self, *, takes_blocks: bool) -> None:
-        """Order what follows after the other streams that use the store: see `Streams.enter`."""
-        for device in {pool.shape.device for pool in self.pools}:
-            self.store.streams.enter(device, takes_blocks=takes_blocks)
+            if device not in self.faults:
+                self.faults[device] = Faults(device, [i for i, each in self.formats.items() if each])
+            blocks.fault = self.faults[device].of(layer_idx)
 
     def _pool_for(self, layer_idx: int, shape: PoolShape, num_layers: int) -> LayerPool:
         """A pool where a layer has a place; if tensors have to be made, for so many layers."""
         tensors = self.store.claim(layer_idx, shape, num_layers)
         pool = next((pool for pool in self.pools if pool.tensors is tensors), None)
         if pool is None:
-            pool = LayerPool(tensors, num_slots=self.dense.num_slots)
+            pool = LayerPool(tensors, self.dense.num_dense)
             self.pools.append(pool)
         return pool
 
-    def _grow_slots(self) -> None:
-        """Make the pools as large as the slots that were given out."""
-        num_slots = self.dense.num_slots
-        grown = [pool for pool in self.pools if pool.layout is not None and pool.keys.shape[0] < num_slots]
-        for pool in grown:
-            pool.grow_slots(num_slots)
-        for layer_idx in self._pools if grown else ():
-            self._bind(layer_idx)
+    def _grow_dense(self) -> None:
+        """Make room for all dense blocks that there are."""
+        num_dense = self.dense.num_dense
+        for pool in self.pools:
+            if pool.dense is not None and pool.dense.num_blocks < num_dense:
+                held = dict.fromkeys(range(pool.dense.num_blocks), self.block_size)
+                pool.dense = pool.dense.copy(num_dense, held)
+                self._bind_all()
 
     def _tokens_in_blocks(self, tokens: int) -> dict[int, int]:
         """Block id -> how many of the first tokens of rows lie there, in the order of tables."""

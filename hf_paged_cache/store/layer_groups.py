@@ -11,38 +11,28 @@ from hf_paged_cache.errors import PoolExhausted
 from hf_paged_cache.formats import format_name
 
 from .capacity import Capacity
-from .holder import Saved
 from .layer_group import LayerGroup
 from .pool_tensors import NewTokens, PoolShape
 from .precision import Precision
-from .store import Store
-from .window_store import WindowStore
+from .saved import SavedCache
+from .store import Saved, Store
+from .window_store import RunningStep, WindowStore
 
 if TYPE_CHECKING:
-    import torch
-
     from hf_paged_cache.config import PagedCacheConfig
     from hf_paged_cache.host.architectures import LayerSpec
     from hf_paged_cache.kernels.call import LayerBlocks
 
-    from .holder import RunningStep
-    from .saved import SavedCache
     from .static_group import StaticGroup
 
 
 class LayerGroups:
-    """The groups of a cache, by window. There are none before the first update.
-
-    Args:
-        config: Settings.
-        specs: Layer index -> what the config of the model says of that layer.
-        max_positions: Longest sequence the model was made for, if its config says.
-    """
+    """The groups of a cache, by window. There are none before the first update."""
 
     def __init__(
         self, config: PagedCacheConfig, specs: dict[int, LayerSpec], max_positions: int | None
     ) -> None:
-        self.specs = specs
+        self.specs = specs  # by layer index
         self.store = Store()  # shared with the caches that were forked from this one
         self.precision = Precision.of(config, specs, 0)  # settled when rows begin
         self.is_static = False  # every row has its blocks from the start
@@ -58,7 +48,7 @@ class LayerGroups:
 
     @property
     def static(self) -> list[StaticGroup]:
-        """Those whose rows have all their blocks."""
+        """All of them where rows have all their blocks, otherwise none."""
         return cast("list[StaticGroup]", self.all) if self.is_static else []
 
     @property
@@ -76,16 +66,13 @@ class LayerGroups:
 
     def layer_dtypes(self) -> dict[int, str]:
         """Layer index -> name of the format that it is stored in now."""
-        formats = dict(self.precision.formats)
-        for group in self.all:
-            formats.update(group.formats)
-        return {index: format_name(each) for index, each in formats.items()}
+        now = {index: form for group in self.all for index, form in group.formats.items()}
+        return {index: format_name(form) for index, form in (self.precision.formats | now).items()}
 
     def moved_layers(self) -> dict[int, str]:
         """Layer index -> name of the format it was to have, of layers that the guard gave another."""
-        now = self.layer_dtypes()
-        asked = {index: format_name(each) for index, each in self.precision.formats.items()}
-        return {index: name for index, name in asked.items() if name != now[index]}
+        now, asked = self.layer_dtypes(), self.precision.formats
+        return {index: format_name(form) for index, form in asked.items() if format_name(form) != now[index]}
 
     def bytes_by_format(self) -> dict[str, int]:
         """Format -> bytes of K and V in blocks that hold tokens; `auto` is the model's dtype."""
@@ -96,21 +83,11 @@ class LayerGroups:
 
     # --- rows -----------------------------------------------------------------------------------------------
 
-    def open_rows(
-        self,
-        new: NewTokens,
-        *,
-        keep_history: bool,
-        would_be_static: Callable[[torch.device], bool],
-    ) -> None:
-        """Begin with empty rows for tokens like these, in groups that are made if there are none.
-
-        Raises:
-            PoolExhausted: Static rows cannot be that long.
-        """
+    def open_rows(self, new: NewTokens, *, keep_history: bool, would_be_static: bool) -> None:
+        """Begin with empty rows for tokens like these; PoolExhausted if static ones cannot be that long."""
         self.adapt(new.count)
         if not self._by_window:
-            self.is_static = would_be_static(new.shape.device)
+            self.is_static = would_be_static
         capacity = self._capacity.wanted_blocks(
             new, self.precision, keep_history=keep_history, is_static=self.is_static
         )
@@ -132,7 +109,7 @@ class LayerGroups:
             self.reset()
             self._by_window.clear()
             self.blocks = {}
-            if self.store.num_caches <= 1:
+            if not self.store.is_shared:
                 self.store = Store()
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
@@ -142,7 +119,6 @@ class LayerGroups:
 
     def reserve(
         self,
-        batch: int,
         start: int,
         new_tokens: int,
         *,
@@ -150,37 +126,32 @@ class LayerGroups:
         padding: Sequence[int] = (),
         let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make room for new tokens of every row, in all groups.
+        """Make room for new tokens of every row, which has `start` tokens, in all groups.
 
-        Args:
-            batch: Rows.
-            start: Tokens of every row.
-            new_tokens: That come.
-            keep_history: Windows keep what they would drop.
-            padding: Of every row, leading tokens that need not be stored; empty if there are no more.
-            let_go: Called when what is not needed any more was given back; only what follows can be undone.
+        With `keep_history` windows keep what they would drop. `padding` are the leading tokens of every row
+        that need not be stored; empty if there are no more. `let_go` is called when what is not needed any
+        more was given back; only what follows can be undone.
 
-        Raises:
-            PoolExhausted: Too few blocks. Nothing was written, nothing changed.
-            QuantizationError: The guard found K of a layer unfit for its format. Nothing changed.
-            UnstorableValueError: An earlier step gave a quantized layer on a GPU what cannot be stored.
+        Raises PoolExhausted, QuantizationError (the guard's), or UnstorableValueError, for what an earlier
+        step gave a quantized layer on a GPU. Nothing has changed then.
         """
         if self.is_static:
             if start + new_tokens > self.row_capacity_tokens:
-                raise self.no_static_room(start + new_tokens, self.row_capacity_tokens, batch)
+                rows = self.all[0].manager.batch
+                raise self.no_static_room(start + new_tokens, self.row_capacity_tokens, rows)
             let_go()
-            for row_group in self.static:
-                row_group.lengthen(new_tokens)
+            for group in self.all:  # its rows have their blocks, those of padding too
+                group.tables.set_length(group.num_tokens + new_tokens)
             return
         for group in self.all:
-            group.check_faults()
+            for faults in group.faults.values():
+                faults.check()
             if new_tokens == 1 and not keep_history and group.window is not None:
                 self._give_back_chunk(group, group.window)
             group.store.collect()  # first: a block that only a dropped cache shares need not be copied
-            needed = group.manager.blocks_needed(
-                new_tokens, keep_history=keep_history, padding_tokens=padding
-            )
-            self._make_room(group, batch, new_tokens, needed)
+            manager = group.manager
+            needed = manager.blocks_needed(new_tokens, keep_history=keep_history, padding_tokens=padding)
+            self._make_room(group, new_tokens, needed)
         for group in self.all:
             group.seal_full(new_tokens)
         changed = [group.let_go(new_tokens, keep_history=keep_history, padding=padding) for group in self.all]
@@ -188,23 +159,23 @@ class LayerGroups:
         for group, columns in zip(self.all, changed, strict=True):
             group.reserve(new_tokens, columns, keep_history=keep_history, padding=padding)
 
-    def check_room_for(self, start: int, new_tokens: int, batch: int) -> None:
+    def check_room_for(self, start: int, new_tokens: int) -> None:
         """Raise PoolExhausted unless rows that are cropped to `start` tokens can take so many after that."""
         for group in self.all:
             group.store.collect()
-            self._make_room(group, batch, new_tokens, group.manager.blocks_after_crop(start, new_tokens))
+            self._make_room(group, new_tokens, group.manager.blocks_after_crop(start, new_tokens))
 
-    def _make_room(self, group: LayerGroup, batch: int, new_tokens: int, needed: int) -> None:
+    def _make_room(self, group: LayerGroup, new_tokens: int, needed: int) -> None:
         """Raise unless a group can take the new tokens, growing it where its rows have become more."""
         if self._provide(group, needed):
             return
         size, free, caches = group.block_size, group.store.num_available, len(group.store.holders)
         shared = f", which {caches} caches share" if caches > 1 else ""
         raise PoolExhausted(
-            f"{new_tokens} new tokens for {batch} rows need {needed} blocks of {size} tokens, and {free} of "
-            f"{group.store.num_blocks} are free{shared}; nothing was written. Ways out: a larger "
-            f"`PagedCache(..., max_tokens=...)` (now {group.store.num_blocks * size} tokens over all rows), "
-            "`cache.crop(...)`, `cache.reset()`, or a smaller batch",
+            f"{new_tokens} new tokens for {group.manager.batch} rows need {needed} blocks of {size} tokens, "
+            f"and {free} of {group.store.num_blocks} are free{shared}; nothing was written. Ways out: a "
+            f"larger `PagedCache(..., max_tokens=...)` (now {group.store.num_blocks * size} tokens over all "
+            "rows), `cache.crop(...)`, `cache.reset()`, or a smaller batch",
             needed_blocks=needed,
             free_blocks=free,
             block_size=size,
@@ -215,9 +186,8 @@ class LayerGroups:
         num_blocks = group.manager.batch * self._capacity.window_blocks(window)
         if num_blocks < group.store.num_blocks:
             group.store.collect()
-            # As the reservation of the next token would, which comes after this.
-            group.release_outside_window()
-            if group.store.blocks.num_referenced <= num_blocks:
+            group.release_outside_window()  # as the reservation of the next token would, which comes next
+            if group.store.blocks.num_referenced <= num_blocks and not group.store.is_shared:
                 group.shrink(num_blocks)
 
     def _provide(self, group: LayerGroup, needed: int, at_least: int = 0) -> bool:
@@ -288,10 +258,7 @@ class LayerGroups:
         return copied
 
     def _prepare_to_share(self, group: LayerGroup) -> None:
-        """Enlarge pools for one more cache, now that they may move: not while another thread is writing.
-
-        On a GPU that is put off until it is needed, except for windows, whose pools are small.
-        """
+        """Enlarge pools for one more cache while they may move; on a GPU only the small ones of windows."""
         is_cpu = all(pool.shape.device.type == "cpu" for pool in group.pools)
         if group.pools and (is_cpu or group.window is not None):
             num_blocks = self._capacity.shared_blocks(group.store)
@@ -301,11 +268,8 @@ class LayerGroups:
     def beside(self, saved: SavedCache | None = None, first_tokens: int = 0) -> LayerGroups:
         """Groups with saved contents, or none, beside these, which stay as they are. Part of a change.
 
-        They take blocks of the same store if enough are free there, otherwise they have one of their own.
-        Contents were checked, and have rows; formats are as for a prompt of `first_tokens`.
-
-        Raises:
-            PoolExhausted: A pool for so many rows cannot hold them.
+        They take blocks of the same store if enough are free there, else of a new one; PoolExhausted if that
+        is too small too. Contents were checked; formats are as for a prompt of `first_tokens`.
         """
         beside = copy.copy(self)
         beside._by_window, beside.blocks = {}, {}
@@ -316,19 +280,15 @@ class LayerGroups:
             group.store.collect()
         if any(group.store.num_available < needed[group.window] for group in self.all):
             beside.store = Store()
-        beside._fill(saved, first_tokens, {group.window: group.store.num_blocks for group in self.all})
-        return beside
-
-    def _fill(self, saved: SavedCache, first_tokens: int, before: dict[int | None, int]) -> None:
+        before = {group.window: group.store.num_blocks for group in self.all}
         layer = next(layer for group in saved.groups for layer in group.layers.values())
         new = NewTokens(saved.batch, first_tokens, PoolShape.of(layer.keys, layer.values))
-        self.open_rows(new, keep_history=saved.record_past, would_be_static=lambda device: False)
+        beside.open_rows(new, keep_history=saved.record_past, would_be_static=False)
         for saved_group in saved.groups:
-            window, count = saved_group.window, saved_group.num_blocks
-            group = self._by_window[window]
+            group, count = beside._by_window[saved_group.window], saved_group.num_blocks
             # With more history than its windows need, it may want more than they do. And what a pool of this
             # cache had room for, made for more rows maybe, another one takes as well.
-            if not self._provide(group, count, before.get(window, 0)):
+            if not self._provide(group, count, before.get(group.window, 0)):
                 free = group.store.num_available
                 raise PoolExhausted(
                     f"state_dict holds {count} blocks of {group.block_size} tokens, and the pool has {free} "
@@ -338,12 +298,12 @@ class LayerGroups:
                     block_size=group.block_size,
                 )
             group.import_(saved_group, saved.length)
-            self.blocks |= group.blocks
+            beside.blocks |= group.blocks
+        return beside
 
     def save(self) -> Saved:
         """Remember all that a change can change, but for what lies in blocks."""
-        attributes = dict(vars(self))
-        by_window, blocks = dict(self._by_window), dict(self.blocks)
+        attributes, by_window, blocks = dict(vars(self)), dict(self._by_window), dict(self.blocks)
         saved = [group.save() for group in self.all]
 
         def restore() -> None:
@@ -370,13 +330,8 @@ class LayerGroups:
             from .static_group import StaticGroup  # with all that only compiled steps need
 
             return StaticGroup(specs, store, self.precision, row_blocks=num_blocks // batch)
-        return LayerGroup(
-            specs,
-            store,
-            self.precision,
-            row_blocks=self._capacity.row_blocks(size),
-            guard=self._config.key_error_guard,
-        )
+        row_blocks, guard = self._capacity.full_blocks(1, size), self._config.key_error_guard
+        return LayerGroup(specs, store, self.precision, row_blocks=row_blocks, guard=guard)
 
     def _fit_static_rows(self, new: NewTokens, capacity: dict[int | None, int]) -> None:
         """Share the pools out evenly over the rows, in the groups that there are."""
@@ -388,8 +343,11 @@ class LayerGroups:
             raise self.no_static_room(new.count, row_tokens, new.batch)
         for window, size in sizes.items():
             capacity[window] = new.batch * -(-row_tokens // size)
-        for group in self.static:
-            group.resize(capacity[group.window] // new.batch, capacity[group.window])
+        for group in self.all:
+            num_blocks = capacity[group.window]
+            group.tables.row_blocks = num_blocks // new.batch
+            if num_blocks > group.store.num_blocks:
+                group.grow(num_blocks)
 
     def no_static_room(self, tokens: int, capacity: int, rows: int) -> PoolExhausted:
         """What to raise when static rows cannot be that long."""

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
-from hf_paged_cache.formats.record import blank_beyond
+from hf_paged_cache.formats.record import KVFormat, RecordFormat, blank_beyond
 from hf_paged_cache.kernels import dispatch
 
 from .device.memory import allocate
-from .device.virtual_memory import growing_memory
+from .device.virtual_memory import GrowingMemory, growing_memory
 
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import Moves
-    from hf_paged_cache.formats import KVFormat, RecordFormat
 
-    from .device.virtual_memory import GrowingMemory
-
-Held = tuple[list[torch.Tensor], "list[GrowingMemory]"]
-"""Tensors, and the memory that they lie in where that can grow."""
-
-_NOWHERE: Mapping[int, int] = MappingProxyType({})
+# Tensors, and the memory that they lie in where that can grow; replaced as one.
+Held = tuple[list[torch.Tensor], list[GrowingMemory]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,32 +74,21 @@ class PoolTensors:
     there are records, uint8 `[blocks, layers, kv_heads, nbytes]`.
 
     The memory is left uninitialised: on a CPU it costs nothing until a block is written.
-
-    Args:
-        shape: What its layers agree on.
-        num_blocks: Blocks that there is room for.
-        num_layers: Layers that there is room for.
-        block_size: Tokens per block.
-        grows: More blocks are expected, so that memory is taken that grows where it lies, if there is such.
     """
 
     def __init__(
-        self, shape: PoolShape, *, num_blocks: int, num_layers: int, block_size: int, grows: bool = False
+        self, shape: PoolShape, num_blocks: int, num_layers: int, block_size: int, *, grows: bool = False
     ) -> None:
         self.shape = shape
-        self.num_layers = num_layers
+        self.num_layers = num_layers  # that there is room for
         self.block_size = block_size
-        self.grows = grows
+        self.grows = grows  # more blocks are expected: it lies in memory that grows, where there is such
         self.layout = shape.layout(block_size)
         self.layers: dict[int, int] = {}  # index -> place in the second dimension
         sizes = self._sizes(num_blocks)
         memory = [growing_memory(shape.device) for _ in sizes] if grows else []
-        self.held: Held = [], [each for each in memory if each is not None]  # replaced as one
-        tensors = self._in_place(num_blocks)
-        if tensors is None:
-            self.held = [allocate(*each, shape.device, block_size) for each in sizes], []
-        else:
-            self.held = tensors, self.held[1]
+        held = self._in_place(num_blocks, [each for each in memory if each is not None])
+        self.held = held or ([allocate(*each, shape.device, block_size) for each in sizes], [])
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -123,11 +106,6 @@ class PoolTensors:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def grows_in_place(self) -> bool:
-        """Whether more blocks can come without a copy of those that there are."""
-        return bool(self.held[1])
-
-    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
         return self.num_layers * self.shape.block_bytes(self.block_size)
@@ -139,23 +117,15 @@ class PoolTensors:
         return layer_idx in self.layers
 
     def copy(
-        self, num_blocks: int, used: Mapping[int, int], moved: Mapping[int, int] = _NOWHERE
+        self, num_blocks: int, used: Mapping[int, int], moved: Mapping[int, int] | None = None
     ) -> PoolTensors:
         """The same layers in tensors of their own, which have `num_blocks`.
 
-        Args:
-            num_blocks: Blocks of the copy.
-            used: Id -> first tokens of a block that are copied. Others are not touched, and so cost nothing.
-            moved: Id -> another one that it has in the copy.
+        Of the `used` blocks, given as id -> first tokens, so many are copied, to the id that `moved` says if
+        it has one. Others are not touched, and so cost nothing.
         """
-        copied = PoolTensors(
-            self.shape,
-            num_blocks=num_blocks,
-            num_layers=self.num_layers,
-            block_size=self.block_size,
-            grows=self.grows,
-        )
-        copied.layers = dict(self.layers)
+        copied = PoolTensors(self.shape, num_blocks, self.num_layers, self.block_size, grows=self.grows)
+        copied.layers, moved = dict(self.layers), moved or {}
         for new, old in zip(copied.tensors, self.tensors, strict=True):
             for block_id, tokens in used.items():
                 content = old[block_id]
@@ -163,6 +133,11 @@ class PoolTensors:
                     content = self._first_tokens(content[None], self._indices([tokens]))[0]
                 new[moved.get(block_id, block_id)] = content
         return copied
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers at once: (source, target) ids (copy-on-write)."""
+        for tensor in self.tensors if pairs else ():
+            dispatch.copy_blocks(tensor, *split_pairs(pairs))
 
     def export(self, place: int, tokens: Mapping[int, int]) -> list[torch.Tensor]:
         """What one layer has in blocks, given as id -> first tokens of it: `[blocks, kv_heads, ...]`."""
@@ -180,65 +155,52 @@ class PoolTensors:
 
     def _first_tokens(self, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Copies of blocks in which nothing is left but the first tokens `[blocks]` of each."""
-        if self.layout is None:
-            return blank_beyond(blocks, tokens)
-        return self.layout.first_tokens(blocks, tokens)
+        first_tokens = blank_beyond if self.layout is None else self.layout.first_tokens
+        return first_tokens(blocks, tokens)
 
-    def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int] = _NOWHERE) -> Held:
+    def resized(self, num_blocks: int, used: Sequence[int], moved: Mapping[int, int]) -> Held:
         """What `held` is for so many blocks: in the memory where they lie, otherwise copied (see `copy`)."""
-        tensors = self._in_place(num_blocks) if num_blocks >= self.num_blocks else None
-        if tensors is not None:
-            return tensors, self.held[1]
-        return self.copy(num_blocks, dict.fromkeys(used, self.block_size), moved).held
+        held = self._in_place(num_blocks, self.held[1]) if num_blocks >= self.num_blocks else None
+        return held or self.copy(num_blocks, dict.fromkeys(used, self.block_size), moved).held
 
     def _sizes(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Sizes and dtypes of the tensors."""
         shape, leading = self.shape, (num_blocks, self.num_layers, self.shape.kv_heads)
         if self.layout is not None:
             return [((*leading, self.layout.nbytes), torch.uint8)]
         return [((*leading, self.block_size, dim), shape.dtype) for dim in (shape.head_dim, shape.v_head_dim)]
 
-    def _in_place(self, num_blocks: int) -> list[torch.Tensor] | None:
-        """The tensors in memory that grows; None if there is none, or none is left."""
-        sizes, memory = self._sizes(num_blocks), self.held[1]
+    def _in_place(self, num_blocks: int, memory: list[GrowingMemory]) -> Held | None:
+        """Tensors in memory that grows; None if there is none for each of them, or none is left."""
+        sizes = self._sizes(num_blocks)
         if len(memory) < len(sizes):
             return None
         try:
             with torch.inference_mode(False):
-                return [each.tensor(*size) for each, size in zip(memory, sizes, strict=True)]
+                return [each.tensor(*size) for each, size in zip(memory, sizes, strict=True)], memory
         except RuntimeError:
             return None
 
 
 class LayerPool:
-    """K and V of one cache's layers: blocks that caches share, and dense slots if those are records.
+    """K and V of one cache's layers: blocks that caches share and, where those are records, dense blocks."""
 
-    A slot is a block in the model's dtype; a quantized layer keeps a few, `[slots, layers, kv_heads,
-    block_size, head_dim]`.
-    """
-
-    def __init__(self, tensors: PoolTensors, *, num_slots: int = 0) -> None:
+    def __init__(self, tensors: PoolTensors, num_dense: int) -> None:
         self.tensors = tensors
-        self.shape = tensors.shape
-        self.layout = tensors.layout
-        self.slots: PoolTensors | None = None  # of quantized layers
-        if tensors.layout is not None:
-            self.slots = PoolTensors(
-                replace(tensors.shape, format=None),
-                num_blocks=num_slots,
-                num_layers=tensors.num_layers,
-                block_size=tensors.block_size,
-            )
+        self.shape, self.layout = tensors.shape, tensors.layout
+        self.dense: PoolTensors | None = None  # of this cache alone
+        if self.layout is not None:
+            shape = replace(self.shape, format=None)
+            self.dense = PoolTensors(shape, num_dense, tensors.num_layers, tensors.block_size)
 
     @property
     def keys(self) -> torch.Tensor:
-        """`[blocks or slots, layers, kv_heads, block_size, head_dim]`."""
-        return (self.slots or self.tensors).tensors[0]
+        """`[blocks or dense blocks, layers, kv_heads, block_size, head_dim]`."""
+        return (self.dense or self.tensors).tensors[0]
 
     @property
     def values(self) -> torch.Tensor:
-        """`[blocks or slots, layers, kv_heads, block_size, v_head_dim]`."""
-        return (self.slots or self.tensors).tensors[1]
+        """The same, with the head dim of V."""
+        return (self.dense or self.tensors).tensors[1]
 
     @property
     def records(self) -> torch.Tensor | None:
@@ -246,48 +208,34 @@ class LayerPool:
         return None if self.layout is None else self.tensors.tensors[0]
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of the slots."""
-        return 0 if self.slots is None else self.slots.nbytes
+    def dense_bytes(self) -> int:
+        """Bytes of the dense blocks beside records."""
+        return 0 if self.dense is None else self.dense.nbytes
 
-    def copy_blocks(self, src: list[int], dst: list[int]) -> None:
-        """Copy whole blocks, all layers at once (copy-on-write)."""
-        for tensor in self.tensors.tensors:
-            dispatch.copy_blocks(tensor, src, dst)
-
-    def seal(self, slots: list[int], ids: list[int]) -> None:
-        """Encode full blocks, all layers at once: slot -> record."""
-        self._move(dispatch.encode_blocks, slots, ids)
+    def seal(self, dense_ids: list[int], ids: list[int]) -> None:
+        """Encode full blocks, all layers at once: dense block -> record."""
+        self._move(dispatch.encode_blocks, dense_ids, ids)
 
     def follow(self, moves: Moves) -> None:
-        """Bring slots and records up to what a reservation has changed in them."""
-        if moves.copied and self.slots is not None:
-            for tensor in self.slots.tensors:
-                dispatch.copy_blocks(tensor, *split_pairs(moves.copied))
+        """Bring dense blocks and records up to what a reservation has changed in them."""
+        assert self.dense is not None, "only a quantized pool has dense blocks"
+        self.dense.copy_blocks(moves.copied)
         if moves.unsealed:
-            ids, slots = split_pairs(moves.unsealed)
-            self._move(dispatch.decode_blocks, slots, ids)
-        if moves.records:
-            self.copy_blocks(*split_pairs(moves.records))
+            ids, dense_ids = split_pairs(moves.unsealed)
+            self._move(dispatch.decode_blocks, dense_ids, ids)
+        self.tensors.copy_blocks(moves.records)
 
-    def grow_slots(self, num_slots: int) -> None:
-        """Have so many slots; contents stay."""
-        assert self.slots is not None, "only a quantized pool has slots"
-        held = range(self.slots.num_blocks)
-        self.slots = self.slots.copy(num_slots, dict.fromkeys(held, self.slots.block_size))
-
-    def copy(self, tensors: PoolTensors, used_slots: Mapping[int, int]) -> LayerPool:
-        """The same layers of another cache, in these tensors or in a copy of them; its slots are its own."""
-        copied = LayerPool(tensors)
-        if self.slots is not None:
-            copied.slots = self.slots.copy(self.slots.num_blocks, used_slots)
+    def copy(self, tensors: PoolTensors, used_dense: Mapping[int, int]) -> LayerPool:
+        """The same layers of another cache, in these tensors or a copy of them; dense blocks are copied."""
+        copied = LayerPool(tensors, num_dense=0)
+        copied.dense = None if self.dense is None else self.dense.copy(self.dense.num_blocks, used_dense)
         return copied
 
-    def _move(self, move: Callable[..., None], slots: list[int], ids: list[int]) -> None:
+    def _move(self, move: Callable[..., None], dense_ids: list[int], ids: list[int]) -> None:
         assert self.layout is not None, "only quantized blocks are encoded and decoded"
-        move(self.layout, self.records, self.keys, self.values, slots, ids)
+        move(self.layout, self.records, self.keys, self.values, dense_ids, ids)
 
 
-def split_pairs(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def split_pairs(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """The first and the second of every pair."""
     return [first for first, _ in pairs], [second for _, second in pairs]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_paged_cache import blocks
+from hf_paged_cache.blocks import DenseBlocks
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import KVFormat, kv_format
 
@@ -19,9 +19,9 @@ class Precision:
     """How the layers of a cache are stored."""
 
     formats: dict[int, KVFormat | None]  # by layer index; None for the model's own dtype
-    sink_tokens: int | None = 0  # first ones of a row that are kept as they came; None: a block
-    residual_tokens: int = 0  # newest ones that they keep at least, in whole blocks
-    needs_full_blocks: bool = False  # a format encodes blocks when they are full, not token by token
+    sink_tokens: int | None  # first ones of a row that are kept as they came; None: a block
+    residual_tokens: int  # newest ones that they keep at least, in whole blocks
+    needs_full_blocks: bool  # a format encodes blocks when they are full, not token by token
 
     @classmethod
     def of(cls, config: PagedCacheConfig, layers: Iterable[int], prompt_tokens: int) -> Precision:
@@ -43,21 +43,10 @@ class Precision:
                 f"residual_length must be at least a block of {size} tokens, got {residual}: a format in use "
                 "encodes blocks when they are full; None is the default"
             )
-        return cls(
-            formats,
-            sink_tokens=sinks if sinks is not None or keeps_sinks else 0,
-            residual_tokens=residual or 0,
-            needs_full_blocks=needs_full_blocks,
-        )
+        sinks = 0 if sinks is None and not keeps_sinks else sinks
+        return cls(formats, sinks, residual or 0, needs_full_blocks)
 
-    def sink_blocks(self, block_size: int) -> int:
-        """Blocks at the beginning of every row that quantized layers keep as they came."""
-        return 1 if self.sink_tokens is None else self.sink_tokens // block_size
-
-    def residual_blocks(self, block_size: int) -> int:
-        """Blocks at the end that they keep, the one being filled included; 0: tokens go to bytes at once."""
-        return max(int(self.needs_full_blocks), self.residual_tokens // block_size)
-
-    def slots_per_row(self, block_size: int) -> int:
-        """Blocks in the model's dtype that a row can have at one time."""
-        return blocks.slots_per_row(self.sink_blocks(block_size), self.residual_blocks(block_size))
+    def dense_blocks(self, block_size: int) -> DenseBlocks:
+        """The blocks that quantized layers of a new cache keep as they came."""
+        sink_blocks = 1 if self.sink_tokens is None else self.sink_tokens // block_size
+        return DenseBlocks(sink_blocks, max(int(self.needs_full_blocks), self.residual_tokens // block_size))

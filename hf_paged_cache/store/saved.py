@@ -7,8 +7,7 @@ which part of it is wrong; whether the parts agree with each other and with a ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, is_dataclass
 from hashlib import blake2b
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -56,7 +55,7 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class SavedPadding:
-    """What is remembered of rows that begin with padding; see `padding.Padding`."""
+    """What is remembered of rows that begin with padding; see `left_padding.Padding`."""
 
     tokens: list[int]
     is_left_out: bool
@@ -110,7 +109,7 @@ class SavedCache:
 def plain(value: Any) -> Any:
     """The same in dicts, lists, tensors and numbers."""
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return plain(vars(value))
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if type(value) is list else value
@@ -143,12 +142,11 @@ def _feed(value: Any, update: Callable[[Any], None]) -> None:
 def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
     """What `plain` was made of: an object of a class of this module, or of what a field is declared as.
 
-    Raises:
-        PagedCacheError: The value is something else.
+    Raises PagedCacheError if the value is something else.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
+        hints = get_type_hints(kind)
         expect(type(value) is dict, where, "a dict", value)
         if missing := sorted(hints.keys() - value.keys()):
             raise PagedCacheError(f"{where} lacks {', '.join(missing)}: it was cut or changed")
@@ -164,9 +162,8 @@ def parse(kind: Any, value: Any, where: str = "state_dict") -> Any:
         return [parse(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
     if origin is dict:
         expect(type(value) is dict, where, "a dict", value)
-        return {
-            parse(inner[0], k, where): parse(inner[1], item, f"{where}[{k!r}]") for k, item in value.items()
-        }
+        of_key, of_item = inner
+        return {parse(of_key, k, where): parse(of_item, v, f"{where}[{k!r}]") for k, v in value.items()}
     if kind is torch.Tensor:
         expect(is_whole(value), where, "a tensor with memory for all its values", value)
         return value.detach()
@@ -201,8 +198,3 @@ def is_whole(value: object) -> bool:
         and not value.is_quantized
         and value.nbytes <= value.untyped_storage().nbytes()
     )
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)

@@ -2,8 +2,7 @@
 
 A compiled step runs no Python: it finds tables, lengths and pools where they were when it was traced, and
 counts new tokens itself, on the device. So a row gets all its blocks at once, tensors stay in place, and the
-host asks for the length when it is asked for it. (The static cache of `transformers` works by the same
-rules.)
+host asks for the length when it is asked for it; these are the rules of the static cache of `transformers`.
 """
 
 from __future__ import annotations
@@ -11,30 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Self
 
 import torch
 
 from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
 from hf_paged_cache.kernels import dispatch, triton
-from hf_paged_cache.kernels.call import StaticBlocks
+from hf_paged_cache.kernels.call import LayerBlocks, StaticBlocks
 
 from .layer_group import LayerGroup
+from .pool_tensors import PoolShape
+from .window_store import WindowStore
 
 if TYPE_CHECKING:
     import weakref
 
     from hf_paged_cache.host.architectures import LayerSpec
-    from hf_paged_cache.kernels.call import LayerBlocks
 
-    from .pool_tensors import PoolShape
     from .precision import Precision
-    from .window_store import WindowStore
 
-DEVICES = frozenset({"cuda"})
-"""Device types where compiled steps pay."""
-_COPY_BYTES = 64 << 20
-"""About as much is copied aside at one time when rows change places."""
+DEVICES = frozenset({"cuda"})  # device types where compiled steps pay
+_COPY_BYTES = 64 << 20  # about as much is copied aside at one time when rows change places
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +75,15 @@ class StaticGroup(LayerGroup):
     @property
     def capacity_tokens(self) -> int:
         """Tokens that a row can hold."""
-        return self._tables.row_blocks * self.block_size
+        return self.tables.row_blocks * self.block_size
 
     @property
     def num_tokens(self) -> int:
         """Tokens of every row, as far as the host knows."""
-        return self._tables.tokens
-
-    def pull_length(self) -> int:
-        """Tokens of every row, asked of the device."""
-        return self._tables.pull_length()
-
-    def length_tensor(self, layer_idx: int) -> torch.Tensor:
-        """Tokens of a row, as a tensor of no dims on the layer's device."""
-        return self.static_blocks[layer_idx].lengths[0]
+        return self.tables.tokens
 
     def claim(self, layer_idx: int, shape: PoolShape) -> LayerBlocks:
-        """Give a layer its place.
-
-        Raises:
-            BackendUnavailable: The kernels that a compiled step calls cannot serve this layer.
-        """
+        """Give a layer its place; BackendUnavailable if the kernels of compiled steps cannot serve it."""
         blocks = super().claim(layer_idx, shape)
         name = dispatch.backend_name(blocks)
         if name != "triton":
@@ -116,25 +101,20 @@ class StaticGroup(LayerGroup):
         reservation = self.manager.reserve(self.capacity_tokens, keep_history=True)
         assert reservation is not None, "a static pool holds all blocks of its rows"
         self.sync_tables()
-        self._tables.set_length(0)
+        self.tables.set_length(0)
         self._rebuild()
-
-    def lengthen(self, new_tokens: int) -> None:
-        """Count new tokens; their blocks are there, those of padding too."""
-        self._tables.set_length(self.num_tokens + new_tokens)
 
     def crop(self, num_tokens: int) -> None:
         """Cut every row down to its first tokens; the blocks stay."""
         self.manager.version += 1
-        self._tables.set_length(num_tokens)
+        self.tables.set_length(num_tokens)
 
     def check_rows(self, count: int) -> None:
         """Raise PagedCacheError unless there are so many rows."""
-        rows = self.manager.batch
-        if count != rows:
+        if count != self.manager.batch:
             raise PagedCacheError(
-                f"with compile=True the number of rows is fixed: there are {rows}, and {count} were asked "
-                "for. Make the cache without compile=True"
+                f"with compile=True the number of rows is fixed: there are {self.manager.batch}, and {count} "
+                "were asked for. Make the cache without compile=True"
             )
 
     def reorder(self, row_indices: Sequence[int]) -> None:
@@ -150,10 +130,8 @@ class StaticGroup(LayerGroup):
             step = max(1, _COPY_BYTES // (pool.tensors.bytes_per_block * len(moved)))
             for first in range(0, used, step):
                 columns = slice(first, min(first + step, used))
-                pool.copy_blocks(
-                    [block_id for source, _ in moved for block_id in rows[source].ids[columns]],
-                    [block_id for _, row in moved for block_id in rows[row].ids[columns]],
-                )
+                pairs = (zip(rows[a].ids[columns], rows[b].ids[columns], strict=True) for a, b in moved)
+                pool.tensors.copy_blocks([*chain.from_iterable(pairs)])
         self.manager.version += 1
 
     def bind_again(self) -> None:
@@ -161,23 +139,15 @@ class StaticGroup(LayerGroup):
         super().bind_again()
         self._rebuild()
 
-    def resize(self, row_blocks: int, num_blocks: int) -> None:
-        """Other rows: so many blocks each, in pools of so many. Only without rows."""
-        self._tables.row_blocks = row_blocks
-        if num_blocks > self.store.num_blocks:
-            self.grow(num_blocks)
-
     def _rebuild(self) -> None:
         """Note where everything lies, and that it will stay there."""
         counted: set[torch.device] = set()
         for layer_idx, blocks in self.blocks.items():
             assert blocks.lengths is not None, "static groups keep lengths on every device"
-            pool = self._pools[layer_idx]
-            device, place = pool.shape.device, pool.tensors.layers[layer_idx]
-            lengths = blocks.lengths.on_device
-            self.static_blocks[layer_idx] = StaticBlocks(
-                pool.keys, pool.values, place, blocks.table, lengths, advances=device not in counted
-            )
-            counted.add(device)
-            for tensor in (pool.keys, pool.values, blocks.table, lengths):
+            pool, lengths = self._pools[layer_idx], blocks.lengths.on_device
+            place, advances = pool.tensors.layers[layer_idx], lengths.device not in counted
+            counted.add(lengths.device)
+            static = StaticBlocks(pool.keys, pool.values, place, blocks.table, lengths, advances)
+            self.static_blocks[layer_idx] = static
+            for tensor in (static.keys, static.values, static.table, lengths):
                 torch._dynamo.mark_static_address(tensor)

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.host.frames import Frame
 
-from .holder import Saved
-
 if TYPE_CHECKING:
-    from .holder import Restore
-    from .window_store import WindowStore
+    from .window_store import Restore, WindowStore
 
 _T = TypeVar("_T")
+
+
+class Saved(NamedTuple):
+    """What something outside a store was, before a change of both."""
+
+    restore: Restore  # puts integers and references back
+    follow: Restore  # brings what is made of them up to date (device tables, pointers), when counts are right
 
 
 class Store:
@@ -39,19 +43,18 @@ class Store:
         """Whether a change is in progress, or was interrupted and has yet to be taken back."""
         return self._undo is not None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several caches use it."""
+        return any(each.is_shared for each in self.by_window.values())
+
     def change(self, save: Callable[[], Saved], make: Callable[[], _T]) -> _T:
-        """Make a change, all of it or none.
+        """Make a change, all of it or none; `save` remembers what it will touch, outside the store as well.
 
         It is good from one assignment on, the last line here. If it raises, or is interrupted at any line,
-        everything is put back; if that is interrupted as well, whoever comes next does it first.
-
-        Args:
-            save: Remembers what the change will touch, outside the store as well.
-            make: The change; what it returns is returned. What it overwrites in tensors must lie in blocks
-                that were free when it began, or `keep` has to be called first.
-
-        Raises:
-            PagedCacheError: A change is in progress in this very thread: a signal's handler asks, say.
+        everything is put back; if that is interrupted as well, whoever comes next does it first. What `make`
+        overwrites in tensors must lie in blocks that were free when it began, or `keep` has to come before.
+        A change within a change raises a PagedCacheError: a signal's handler may ask for one.
         """
         with self.lock:
             if not self.recover():
@@ -100,15 +103,5 @@ class Store:
 
     def collect(self) -> None:
         """Take back the blocks of caches that were dropped."""
-
-        def make() -> None:
-            for each in self.by_window.values():
-                each.collect()
-
-        if any(each.has_left for each in self.by_window.values()):
-            self.change(lambda: Saved(lambda: None, lambda: None), make)
-
-    @property
-    def num_caches(self) -> int:
-        """Caches that share it."""
-        return max((len(each.holders) for each in self.by_window.values()), default=1)
+        for each in [each for each in self.by_window.values() if each.left]:
+            self.change(lambda: Saved(lambda: None, lambda: None), each.collect)

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from hf_paged_cache.blocks.block_pool import BlockPool
 
 from .device.streams import Streams
-from .pool_tensors import PoolTensors
+from .pool_tensors import LayerPool, PoolShape, PoolTensors
 
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import BlockManager
 
-    from .holder import Holder, Restore
-    from .pool_tensors import PoolShape
+Restore = Callable[[], None]  # puts something back as it was; is called again if it did not come to its end
+
+
+class RunningStep(Protocol):
+    """A forward that writes where layers were bound when it began."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended; False if nobody knows."""
+
+
+@dataclass(eq=False)
+class Holder:
+    """A layer group of one cache, as the window store knows it whose blocks it holds."""
+
+    manager: BlockManager  # which blocks, in which rows
+    pools: list[LayerPool]  # the tensors that they are read from
+    step: RunningStep | None = None  # what is writing to them; None between steps
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether tensors have to stay; not if an exception has ended the step, though nobody has seen."""
+        return self.step is not None and not self.step.is_over
 
 
 class WindowStore:
@@ -30,7 +52,7 @@ class WindowStore:
         self.version = 0  # bumped when tensors are replaced; holders then look where their layers lie
         self.streams = Streams()  # of a GPU, that its blocks are used on
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-        self._left: deque[BlockManager] = deque()
+        self.left: list[BlockManager] = []  # of holders that were dropped; their blocks are yet to be taken
 
     @property
     def num_blocks(self) -> int:
@@ -53,46 +75,40 @@ class WindowStore:
         return len(self._holders) > 1
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensors.nbytes for tensors in self.tensors)
+    def grows_in_place(self) -> bool:
+        """Whether more blocks can come without a copy of those that there are."""
+        return bool(self.tensors) and all(memory for _, memory in (each.held for each in self.tensors))
 
     def join(self, holder: Holder) -> None:
         """Count another holder, and take its blocks back when it is dropped."""
         self._holders.add(holder)
         # In the middle of anything, so its blocks are only remembered here.
-        weakref.finalize(holder, self._left.append, holder.manager).atexit = False
+        weakref.finalize(holder, self.left.append, holder.manager).atexit = False
 
     def can_move(self, asking: Holder) -> bool:
         """Whether tensors may be replaced by others: no holder but the asking one is writing to them."""
         return not any(holder.is_writing for holder in self._holders if holder is not asking)
 
-    @property
-    def has_left(self) -> bool:
-        """Whether holders were dropped whose blocks have yet to be taken back."""
-        return bool(self._left)
-
     def collect(self) -> None:
         """Take back the blocks of holders that were dropped."""
-        while self._left:
-            self._left[0].reset()
-            self._left.popleft()
+        while self.left:
+            self.left[0].reset()
+            del self.left[0]
 
     def save(self) -> Restore:
         """Remember who uses it and where everything lies. Returns what makes it so again."""
-        holders, tensors = self.holders, list(self.tensors)
-        held = [each.held for each in tensors]
+        holders, held = self.holders, {each: each.held for each in self.tensors}
         num_blocks, version = self.num_blocks, self.version
 
         def restore() -> None:
             for holder in self.holders:
                 if holder not in holders:
                     holder.manager.forget()
-            while self._left:  # dropped since, or before: nobody counts their blocks below
-                self._left.pop().forget()
+            while self.left:  # dropped since, or before: nobody counts their blocks below
+                self.left.pop().forget()
             self._holders = weakref.WeakSet(holders)
-            self.tensors = list(tensors)
-            for each, before in zip(tensors, held, strict=True):
+            self.tensors = list(held)
+            for each, before in held.items():
                 each.held = before
             if self.version != version:
                 self.version += 1  # the larger tensors may have been found already
@@ -106,16 +122,10 @@ class WindowStore:
         for tensors in self.tensors:
             if tensors.shape == shape and tensors.claim(layer_idx):
                 return tensors
-        tensors = PoolTensors(
-            shape,
-            num_blocks=self.num_blocks,
-            num_layers=max(1, num_layers),
-            block_size=self.block_size,
-            grows=self.grows,
-        )
-        self.tensors.append(tensors)
-        tensors.claim(layer_idx)
-        return tensors
+        made = PoolTensors(shape, self.num_blocks, max(1, num_layers), self.block_size, grows=self.grows)
+        self.tensors.append(made)
+        made.claim(layer_idx)
+        return made
 
     def drop(self, tensors: PoolTensors) -> None:
         """Forget tensors that no holder uses."""
@@ -125,8 +135,7 @@ class WindowStore:
     def resize(self, num_blocks: int) -> dict[int, int]:
         """Have `num_blocks` in all tensors, enough for what is referenced; contents stay. All or none.
 
-        Returns:
-            Old -> new id of blocks that had higher ones; contents have moved, and tables have to follow.
+        Old -> new id of blocks that had higher ones: their contents have moved, and tables have to follow.
         """
         used, more = self.blocks.referenced(), num_blocks - self.num_blocks
         # What other streams have queued ends before tensors are copied, and before they are freed.

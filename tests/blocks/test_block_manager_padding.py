@@ -123,7 +123,7 @@ def test_rows_of_somebody_else_are_adopted_with_their_padding():
 
 def test_sinks_and_open_blocks_are_those_of_each_row():
     manager, dense = started(20, 2), DenseBlocks(1, 1)
-    dense.provide_rows(2)
+    dense.provide(2 * dense.dense_per_row)
 
     def reserve(tokens: int, padding: tuple[int, ...] = ()) -> list[list[int]]:
         full = dense.full(manager, tokens)
@@ -141,7 +141,7 @@ def test_sinks_and_open_blocks_are_those_of_each_row():
     assert reserve(1) == [[0, 4], [0, 3]]  # both have filled a block
     assert sealed == [[], [], [3, 6]]
     manager, dense = started(20, 2), DenseBlocks(1, 1)
-    dense.provide_rows(2)
+    dense.provide(2 * dense.dense_per_row)
     sealed.clear()
     assert reserve(12, (0, 5)) == [[0, 2], [0, 1]]  # 12 and 7 tokens
     assert reserve(1) == [[0, 3], [0, 1]]

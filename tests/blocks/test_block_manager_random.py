@@ -185,8 +185,9 @@ class ManagerAgainstLists(RuleBasedStateMachine):
         row = data.draw(st.integers(0, len(self.rows) - 1))
         table = self.manager.tables[row]
         stored = {slot for slot in slots(table, 0, table.num_tokens) if slot[0] >= 0}
-        self.manager.pool.share(table.stored_ids())
-        self.held.append((table.stored_ids(), {slot: self.memory[slot] for slot in stored}))
+        ids = [block_id for block_id in table.ids if block_id != NULL_BLOCK]
+        self.manager.pool.share(ids)
+        self.held.append((ids, {slot: self.memory[slot] for slot in stored}))
 
     @precondition(lambda self: self.held)
     @rule(keep=st.booleans())

@@ -55,7 +55,6 @@ def test_drop_before_gives_up_whole_blocks_once():
     assert table.drop_before(7) == []
     assert table.drop_before(10) == [2]  # block 5 is not full
     assert table.ids == [NULL_BLOCK, NULL_BLOCK, 5]
-    assert table.stored_ids() == [5]
     assert table.num_tokens == 10
     assert slots(table, 7, 9) == [(NULL_BLOCK, 3), (5, 0)]
 

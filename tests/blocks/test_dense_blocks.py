@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks, slots_per_row
+from hf_paged_cache.blocks import NULL_BLOCK, BlockManager, DenseBlocks
 from tests.blocks.rows import Counted
 
 
@@ -19,7 +19,7 @@ class Rows:
         self.manager = BlockManager(num_blocks, 4, window=window)
         self.dense = DenseBlocks(sinks, residual)
         self.manager.start(batch)
-        self.dense.provide_rows(batch)
+        self.dense.provide(batch * self.dense.dense_per_row)
         self.records: dict[int, str] = {}
         self.slots: dict[int, str] = {}
 
@@ -47,12 +47,12 @@ class Rows:
         for table, start, token in zip(self.manager.tables, starts, tokens, strict=True):
             if not token:
                 continue
-            slot = dict(self.dense.slots_of(table))[start // 4]
+            slot = dict(self.dense.columns_of(table))[start // 4]
             self.slots[slot] = self.slots.get(slot, "")[: start % 4] + token
 
     def content(self, row: int) -> str:
         ids = self.manager.tables[row].ids
-        slots = dict(self.dense.slots_of(self.manager.tables[row]))
+        slots = dict(self.dense.columns_of(self.manager.tables[row]))
         size, end = self.manager.block_size, self.manager.tables[row].num_tokens
         blocks = [self.slots[slots[c]] if c in slots else self.records[ids[c]] for c in range(len(ids))]
         return "".join(b[:size] for b in blocks)[:end]
@@ -129,7 +129,7 @@ def test_slots_of_a_window_come_back() -> None:
     rows.reserve(1)
     for _ in range(60):
         rows.reserve(1)
-    assert rows.dense.num_slots <= 4
+    assert rows.dense.num_dense <= 4
 
 
 @pytest.mark.parametrize("padding", [(0, 0, 0), (0, 3, 14)], ids=str)
@@ -159,7 +159,7 @@ def test_rows_keep_their_tokens_whatever_happens(sinks: int, residual: int, padd
         rows.write(tokens)
         expected = [text + token for text, token in zip(expected, tokens, strict=True)]
         assert [rows.content(row) for row in range(3)] == expected
-        assert len(rows.dense.live_slots(rows.manager)) <= 3 * slots_per_row(sinks, residual)
+        assert len(rows.dense.dense_ids(rows.manager)) <= 3 * rows.dense.dense_per_row
 
 
 def test_slots_do_not_multiply_as_rows_go_on() -> None:
@@ -167,7 +167,7 @@ def test_slots_do_not_multiply_as_rows_go_on() -> None:
     rows.reserve(10)
     for _ in range(500):
         rows.reserve(1)
-    assert rows.dense.num_slots == 2 * slots_per_row(1, 1)
+    assert rows.dense.num_dense == 2 * 3 == 2 * rows.dense.dense_per_row
 
 
 def test_a_step_looks_at_as_many_ids_however_long_rows_are() -> None:

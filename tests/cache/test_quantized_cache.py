@@ -334,7 +334,7 @@ def test_notes_of_a_device_stay_until_other_rows_begin(monkeypatch: pytest.Monke
     cache = cache_of(shared_model("llama"), "int8")
     update_all(cache, *states(3))
     (group,) = cache._state.groups
-    faults = group._faults[torch.device("cpu")] = Faults(torch.device("cpu"), [0, 1, 2])
+    faults = group.faults[torch.device("cpu")] = Faults(torch.device("cpu"), [0, 1, 2])
     faults.of(1)[0] = 1
     update_all(cache, *states(1))
     clear = HostStates.clear

@@ -18,7 +18,7 @@ def _poison(cache: PagedCache, value: float) -> None:
     for group in cache._state.groups:
         tables = group.manager.tables
         used = {block for table in tables for block in table.ids}
-        kept = [] if group.dense is None else group.dense.live_slots(group.manager)
+        kept = group.dense.dense_ids(group.manager).values()
         for pool in group.pools:
             held = used if pool.records is None else set(kept)
             free = [index for index in range(pool.keys.shape[0]) if index not in held]

@@ -188,7 +188,7 @@ def test_the_sink_of_a_padded_row_is_its_own_first_block() -> None:
     generate(model, cache, ragged(70, 20, 5), tokens=60)
     dense, tables = cache._state.groups[0].dense, cache._state.groups[0].manager.tables
     assert dense is not None
-    assert all(table.ids[0] in dense.slots_by_id(cache._state.groups[0].manager) for table in tables)
+    assert all(table.ids[0] in dense.dense_ids(cache._state.groups[0].manager) for table in tables)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 10}], ids=str)

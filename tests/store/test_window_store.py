@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_paged_cache.blocks import BlockManager
-from hf_paged_cache.store.holder import Holder
-from hf_paged_cache.store.window_store import WindowStore
+from hf_paged_cache.store.window_store import Holder, WindowStore
 
 
 @dataclass
@@ -30,9 +29,9 @@ def test_blocks_of_a_dropped_holder_come_back_when_they_are_collected() -> None:
     kept, dropped = holder_of(store, 9), holder_of(store, 6)
     assert (store.num_available, store.is_shared) == (3, True)
     del dropped
-    assert (store.num_available, store.has_left) == (3, True)
+    assert (store.num_available, bool(store.left)) == (3, True)
     store.collect()
-    assert (store.num_available, store.has_left, store.holders) == (5, False, [kept])
+    assert (store.num_available, bool(store.left), store.holders) == (5, False, [kept])
 
 
 def test_tensors_may_move_unless_another_holder_writes() -> None:

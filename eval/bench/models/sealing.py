@@ -100,7 +100,7 @@ def _open_block(cache: Any) -> tuple[Any, int, int]:
     (group,) = cache._state.groups
     (pool,) = group.pools
     table = group.manager.tables[0]
-    column, slot = min(group.dense.slots_of(table))
+    column, slot = min(group.dense.columns_of(table))
     written = int(cache.get_seq_length()) - column * cache.stats().block_size
     for states in (pool.keys, pool.values):
         states[slot, ..., written:, :] = 0  # memory that nobody has written may hold NaN

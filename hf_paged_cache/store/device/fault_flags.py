@@ -27,16 +27,17 @@ class Faults:
         return self._flags[self._layers.index(layer_idx)]
 
     def check(self) -> None:
-        """Look at the flags that have arrived, and send for those of now.
-
-        Raises:
-            UnstorableValueError: A layer was given what cannot be stored, in an earlier step.
-        """
+        """Raise UnstorableValueError if a flag of earlier steps has arrived, and send for those of now."""
         if self._is_sent and (self._event is None or self._event.query()):  # type: ignore[no-untyped-call]
-            for layer_idx, sides in zip(self._layers, self._read.tolist(), strict=True):
-                for name, is_set in zip("KV", sides, strict=True):
-                    if is_set:
-                        raise _spoilt(layer_idx, name)  # again and again, until a reset
+            met = self._read.nonzero().tolist()
+            if met:
+                layer_idx, side = self._layers[met[0][0]], met[0][1]
+                raise UnstorableValueError(  # again and again, until a reset
+                    f"layer {layer_idx}: {'KV'[side]} of an earlier step has a NaN, an infinity or a "
+                    "magnitude above 65504, and was stored as zeros. Look for what makes the model overflow, "
+                    f"or keep the layer as it is: layer_dtypes={{{layer_idx}: 'auto'}}; then `cache.reset()` "
+                    "and start from the prompt"
+                )
             self._is_sent = False
         if not self._is_sent:
             self._read.copy_(self._flags, non_blocking=True)
@@ -57,11 +58,3 @@ class Faults:
         self._flags.zero_()
         self._read.zero_()
         self._is_sent = False
-
-
-def _spoilt(layer_idx: int, name: str) -> UnstorableValueError:
-    return UnstorableValueError(
-        f"layer {layer_idx}: {name} of an earlier step has a NaN, an infinity or a magnitude above 65504, "
-        "and was stored as zeros. Look for what makes the model overflow, or keep the layer as it is: "
-        f"layer_dtypes={{{layer_idx}: 'auto'}}; then `cache.reset()` and start from the prompt"
-    )

@@ -23,7 +23,7 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return min(_meminfo_bytes("MemAvailable") or _physical_ram_bytes(), _cgroup_headroom_bytes())
+    return min(_system_bytes("MemAvailable"), _cgroup_headroom_bytes())
 
 
 def total_memory_bytes(device: torch.device) -> int | None:
@@ -32,19 +32,16 @@ def total_memory_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type != "cpu":
         return None
-    return _meminfo_bytes("MemTotal", "SwapTotal") or _physical_ram_bytes()
+    return _system_bytes("MemTotal", "SwapTotal")
 
 
-def _meminfo_bytes(*names: str) -> int:
-    """Sum of what Linux says under these names; 0 elsewhere."""
+def _system_bytes(*names: str) -> int:
+    """Sum of what Linux says under these names; elsewhere the physical RAM."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in names)
-
-
-def _physical_ram_bytes() -> int:
+    found = sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in names)
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):  # a system without these names
         return sys.maxsize
 
@@ -53,22 +50,18 @@ def _cgroup_headroom_bytes() -> int:
     """What the container's own limit leaves, which `/proc/meminfo` does not know of."""
     root = Path("/sys/fs/cgroup")
     try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        limit, used, stat = ((root / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
     except OSError:
         return sys.maxsize
+    if limit.strip() == "max":
+        return sys.maxsize
     # Files that were read stay cached until somebody needs the memory, and count as used.
-    used -= int(stat.get("inactive_file", 0))
-    return sys.maxsize if limit == "max" else max(0, int(limit) - used)
+    cached = dict(line.split() for line in stat.splitlines()).get("inactive_file", 0)
+    return max(0, int(limit) - int(used) + int(cached))
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, block_size: int) -> torch.Tensor:
-    """Memory of `[blocks, ...]` that nobody has written yet.
-
-    Raises:
-        PoolExhausted: The device has none left.
-    """
+    """Memory of `[blocks, ...]` that nobody has written yet; PoolExhausted if the device has none left."""
     try:
         # A pool made inside torch.inference_mode() could not be written outside of it.
         with torch.inference_mode(False):
@@ -76,8 +69,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, blo
     except (RuntimeError, MemoryError) as error:
         if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
             raise
-        blocks = shape[0]
-        size_bytes = math.prod(shape) * dtype.itemsize
+        blocks, size_bytes = shape[0], math.prod(shape) * dtype.itemsize
         raise PoolExhausted(
             f"{device} has no {size_bytes} bytes for {blocks} blocks of {block_size} tokens ({error}). Ways "
             "out: a smaller `max_tokens` of the PagedCache, a smaller batch, fewer bits (`kv_cache_dtype`)",

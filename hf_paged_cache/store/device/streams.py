@@ -29,13 +29,11 @@ class Streams:
         known = self._known.setdefault(device, [])
         is_new = stream not in known
         others = [other for other in known if other != stream]
-        if others and (takes_blocks or is_new):
+        if takes_blocks or is_new:
             for other in others:
                 stream.wait_stream(other)
             # One that has nothing left to do is as good as new when it comes again.
             known[:] = [stream, *(other for other in others if not other.query())]
-        elif is_new:
-            known.append(stream)
 
     def retire(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have the memory of tensors that are about to be dropped stay until all streams are past them."""

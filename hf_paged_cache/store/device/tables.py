@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from hf_paged_cache.kernels.call import NULL_BLOCK, RowLengths, dense_entry
+from hf_paged_cache.kernels.call import NULL_BLOCK, LayerBlocks, RowLengths, dense_entry
 
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import BlockManager, DenseBlocks
-    from hf_paged_cache.kernels.call import LayerBlocks
 
 
 class DeviceTables:
@@ -19,21 +18,15 @@ class DeviceTables:
 
     There are up to two on a device: one with the ids of all blocks, and one in which entries of dense blocks
     are marked, for quantized layers.
-
-    Args:
-        manager: The rows.
-        dense: Which blocks to mark, if any.
-        row_blocks: Blocks of the longest row that is expected; tables are made that wide.
-        is_fixed: Tables have just that many columns, and lengths lie on CPUs too.
     """
 
     def __init__(self, manager: BlockManager, dense: DenseBlocks, row_blocks: int, *, is_fixed: bool) -> None:
-        self.row_blocks = row_blocks
+        self.row_blocks = row_blocks  # of the longest row that is expected; tables are made that wide
         self.tokens = 0  # of every row
         self.offsets: tuple[int, ...] = ()  # as of `BlockManager`
         self._manager = manager
         self._dense = dense
-        self._is_fixed = is_fixed
+        self._is_fixed = is_fixed  # tables have just that many columns, and lengths lie on CPUs too
         self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._lengths: dict[torch.device, RowLengths] = {}
         self._offsets: dict[torch.device, torch.Tensor] = {}
@@ -70,10 +63,9 @@ class DeviceTables:
 
     def sync(self, from_column: int) -> bool:
         """Bring all tables up to date from one column on. Returns whether a tensor had to be replaced."""
-        offsets = self._manager.offsets
-        is_replaced = self.offsets != offsets
+        is_replaced = self.offsets != self._manager.offsets
         if is_replaced:
-            self.offsets, self._offsets = offsets, {}
+            self.offsets, self._offsets = self._manager.offsets, {}
         for (device, is_marked), table in tuple(self._tables.items()):
             rows = self._rows(is_marked, from_column)
             if self._fits(table, rows, from_column):
@@ -100,21 +92,15 @@ class DeviceTables:
 
     def copy(self, manager: BlockManager, dense: DenseBlocks) -> DeviceTables:
         """The same for a copy of the rows, in tensors of its own."""
-        copied = DeviceTables(manager, dense, self.row_blocks, is_fixed=self._is_fixed)
-        copied.tokens, copied.offsets = self.tokens, self.offsets
-        copied._tables = {key: table.clone() for key, table in self._tables.items()}
-        copied._lengths = {
-            device: RowLengths(held.tokens, held.on_device.clone()) for device, held in self._lengths.items()
-        }
-        return copied
+        return copy.deepcopy(self, {id(self._manager): manager, id(self._dense): dense})
 
     def _rows(self, is_marked: bool, from_column: int) -> list[list[int]]:
         """The entries of all rows from one column on."""
         rows = [table.ids[from_column:] for table in self._manager.tables]
         for row, table in zip(rows, self._manager.tables, strict=True) if is_marked else ():
-            for column, slot in self._dense.slots_of(table):
+            for column, dense_id in self._dense.columns_of(table):
                 if column >= from_column:
-                    row[column - from_column] = dense_entry(slot)
+                    row[column - from_column] = dense_entry(dense_id)
         return rows
 
     def _fits(self, table: torch.Tensor, rows: list[list[int]], from_column: int) -> bool:
@@ -142,19 +128,13 @@ class DeviceTables:
 
 
 def _write_rows(table: torch.Tensor, rows: list[list[int]], from_column: int) -> None:
-    """Write the entries of all rows from one column on."""
+    width = max((len(row) for row in rows), default=0)
     if table.device.type == "cpu":
         array = table.numpy()
         for index, row in enumerate(rows):
             array[index, from_column : from_column + len(row)] = row
-        return
-    width = max((len(row) for row in rows), default=0)
-    if not width:
-        return
-    padded = np.full((len(rows), width), NULL_BLOCK, dtype=np.int32)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    # Pinned, so that the host need not wait until the device has read it.
-    sent = torch.from_numpy(padded)
-    sent = sent.pin_memory() if table.device.type == "cuda" else sent
-    table[:, from_column : from_column + width] = sent.to(table.device, non_blocking=True)
+    elif width:
+        padded = [row + [NULL_BLOCK] * (width - len(row)) for row in rows]
+        # Pinned, so that the host need not wait until the device has read it.
+        sent = torch.tensor(padded, dtype=torch.int32, pin_memory=table.device.type == "cuda")
+        table[:, from_column : from_column + width] = sent.to(table.device, non_blocking=True)

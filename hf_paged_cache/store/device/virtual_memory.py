@@ -23,13 +23,11 @@ _PINNED = _ON_DEVICE = 1
 _READ_AND_WRITE = 3
 
 
-class _Location(ctypes.Structure):
+class _Location(ctypes.Structure):  # CUmemLocation
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _Properties(ctypes.Structure):
-    """`CUmemAllocationProp`."""
-
+class _Properties(ctypes.Structure):  # CUmemAllocationProp
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
@@ -39,18 +37,12 @@ class _Properties(ctypes.Structure):
     )
 
 
-class _Access(ctypes.Structure):
-    """`CUmemAccessDesc`."""
-
+class _Access(ctypes.Structure):  # CUmemAccessDesc
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
 class Driver:
-    """The driver of NVIDIA, for one device. Calls raise RuntimeError where it fails.
-
-    Raises:
-        OSError: There is none.
-    """
+    """The driver of NVIDIA, for one device. OSError if there is none, RuntimeError where a call fails."""
 
     def __init__(self, device: torch.device) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -66,29 +58,26 @@ class Driver:
 
     def reserve(self, size: int) -> int:
         """Addresses without memory; the first of them."""
-        found, nothing = ctypes.c_uint64(), ctypes.c_uint64(0)
-        anywhere = ctypes.c_size_t(0), nothing, nothing
-        self._call("cuMemAddressReserve", ctypes.byref(found), ctypes.c_size_t(size), *anywhere)
+        found = ctypes.c_uint64()
+        self._call("cuMemAddressReserve", ctypes.byref(found), size, 0, 0, 0)
         return found.value
 
     def map(self, address: int, size: int) -> int:
         """Put new memory behind addresses; its handle."""
-        handle, nothing = ctypes.c_uint64(), ctypes.c_uint64(0)
-        at, length = ctypes.c_uint64(address), ctypes.c_size_t(size)
-        wanted = ctypes.byref(handle), length, ctypes.byref(self._properties), nothing
+        handle, access = ctypes.c_uint64(), _Access(self._location, _READ_AND_WRITE)
+        wanted = ctypes.byref(handle), size, ctypes.byref(self._properties), 0
         try:
             self._call("cuMemCreate", *wanted)
         except RuntimeError:
             torch.cuda.empty_cache()  # what torch keeps for later
             self._call("cuMemCreate", *wanted)
         try:
-            self._call("cuMemMap", at, length, ctypes.c_size_t(0), handle, nothing)
+            self._call("cuMemMap", address, size, 0, handle, 0)
         except RuntimeError:
             self._call("cuMemRelease", handle)
             raise
         try:
-            access = _Access(self._location, _READ_AND_WRITE)
-            self._call("cuMemSetAccess", at, length, ctypes.byref(access), ctypes.c_size_t(1))
+            self._call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
         except RuntimeError:
             self.unmap(address, size, handle.value)
             raise
@@ -96,12 +85,12 @@ class Driver:
 
     def unmap(self, address: int, size: int, handle: int) -> None:
         """Take memory back."""
-        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
-        self._call("cuMemRelease", ctypes.c_uint64(handle))
+        self._call("cuMemUnmap", address, size)
+        self._call("cuMemRelease", handle)
 
     def free(self, address: int, size: int) -> None:
         """Give addresses back."""
-        self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
+        self._call("cuMemAddressFree", address, size)
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
         """uint8 `[size]` at an address; keeps its owner alive."""
@@ -118,18 +107,16 @@ class Driver:
         return int(torch.cuda.get_device_properties(self._device).total_memory)
 
     def _call(self, name: str, *arguments: Any) -> None:
+        # Addresses, sizes, handles and flags; ctypes would pass an int as 32 bits.
+        wide = [ctypes.c_uint64(each) if isinstance(each, int) else each for each in arguments]
         with torch.cuda.device(self._device):
-            code = getattr(self._library, name)(*arguments)
+            code = getattr(self._library, name)(*wide)
         if code:
             raise RuntimeError(f"{name} failed with {code}")
 
 
 class GrowingMemory:
-    """A range of addresses with memory behind its beginning. It is given back when the last tensor is gone.
-
-    Raises:
-        RuntimeError: The driver refuses.
-    """
+    """A range of addresses with memory behind its beginning, given back when the last tensor is gone."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -142,8 +129,7 @@ class GrowingMemory:
     def tensor(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The range from its beginning on, as a tensor; more memory is put behind it where it is missing.
 
-        Raises:
-            RuntimeError: There is none left. Tensors of before are as they were.
+        Raises RuntimeError if there is none left; tensors of before are as they were.
         """
         nbytes = math.prod(sizes) * dtype.itemsize
         held = sum(size for _, size, _ in self._chunks)
@@ -199,11 +185,7 @@ def _checked_driver(device: torch.device) -> Driver | None:
 
 
 def checked(driver: Driver) -> Driver:
-    """The driver, after a try of what is wanted of it.
-
-    Raises:
-        RuntimeError: It fails, or a tensor loses its content.
-    """
+    """The driver, after a try; RuntimeError if it fails, or a tensor loses its content."""
     memory, step = GrowingMemory(driver), driver.granularity()
     memory.tensor((step,), torch.uint8).fill_(7)
     grown = memory.tensor((2 * step,), torch.uint8)

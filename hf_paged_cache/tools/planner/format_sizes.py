@@ -47,7 +47,7 @@ class FormatSizes:
         # Layers with a short window have smaller blocks.
         sizes = {group.window: state.config.block_size // group.block_size for group in state.groups}
         self._whole_block_bytes = sum(sizes[window] * count for window, count in self._block_bytes.items())
-        self._row_bytes = sum(pool.slot_bytes for group in state.groups for pool in group.pools)
+        self._row_bytes = sum(pool.dense_bytes for group in state.groups for pool in group.pools)
 
     def plan(self, context: int, batch: int, budget_bytes: int | None) -> FormatPlan:
         """The numbers of the format; the budget is what weights leave of the memory."""
