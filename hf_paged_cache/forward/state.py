@@ -211,10 +211,11 @@ class CacheState(Contents):
         self.rows.written(layer_idx)
         step = self.step
         if step is not None and step.missing is not None:
-            step.missing -= 1
-            if not step.is_open:
+            if step.missing == 1 and not step.is_read_only:
                 self._share_equal_rows()
-                self._close_step(None if step.undo is None else replace(step, rows_before=None))
+                self._close_step(None if step.undo is None else replace(step, missing=0, rows_before=None))
+            else:
+                step.missing -= 1
         self.has_open_step = any(
             self.rows.tokens[index] != self.rows.end
             for group in self.layer_groups.static
@@ -230,10 +231,10 @@ class CacheState(Contents):
 
     def _close_step(self, left: Step | None = None) -> None:
         """Nothing more is written by the step, of which `left` is still to be known."""
-        self.has_open_step = False
+        # At once: half of it would give rows back of a step that counts, or keep others.
+        self.step, self.has_open_step = left, False
         self.layer_groups.set_step(None)
         self._equal_rows.begin(0)
-        self.step = left  # at once: half of it would give rows back of a step that counts, or keep others
 
     def abort_step(self) -> None:
         """Take back the forward in progress, in every layer and outside the blocks."""
