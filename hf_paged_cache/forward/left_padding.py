@@ -42,36 +42,23 @@ _HIDDEN = -1e4
 
 
 class NotedMask(NamedTuple):
-    """The mask `[batch, tokens]` of a forward, nonzero where a token is real, as the mask function gets it.
+    """The mask of a forward, as the mask function gets it."""
 
-    None if all are. `start` tokens per row are cached before it.
-    """
-
-    start: int
+    start: int  # tokens per row that are cached before it
     new_tokens: int
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None  # `[batch, tokens]`, nonzero where a token is real; None if all are
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What is known of a forward before its K and V are stored.
+    """What is known of a forward before its K and V are stored."""
 
-    Attributes:
-        start: Tokens per row that are cached.
-        end: Tokens per row with the new ones.
-        batch: Rows.
-        mask: `[batch, end or more]`, nonzero where a token is real; None if all are, or nothing is known.
-        is_mask_known: Whether it is known.
-        is_noted: Whether that came from the mask function.
-        call: What the stack says of it.
-    """
-
-    start: int
-    end: int
+    start: int  # tokens per row that are cached
+    end: int  # with the new ones
     batch: int
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None  # `[batch, end or more]`, nonzero where a token is real; None: all, or not known
     is_mask_known: bool
-    is_noted: bool
+    is_noted: bool  # by the mask function
     call: ModelCall
 
     @classmethod
@@ -107,23 +94,16 @@ class Forward:
 
 @dataclass(frozen=True)
 class Padding:
-    """What a cache remembers of the tokens that masks have hidden. Never changed, but replaced.
+    """What a cache remembers of the tokens that masks have hidden. Never changed, but replaced."""
 
-    Attributes:
-        tokens: Of every row, how many of its first tokens are padding; empty if no row begins with any.
-        is_left_out: Whether they have no K and V; if not, all of them are stored.
-        runs: Of every row, the tokens that the last mask has shown; empty if no mask is known.
-        end: Tokens per row that `runs` tell of. Those after it went on as the last of them did.
-        root: The `generate` that goes on by itself now: every row has a token of its, or follows one. None
-            if the last forward that was looked at was a plain one.
-        is_settled: Whether the first forward after the fill, or after rows were changed, has been looked at.
-    """
-
-    tokens: tuple[int, ...] = ()
-    is_left_out: bool = False
-    runs: tuple[tuple[Run, ...], ...] = ()
-    end: int = 0
+    tokens: tuple[int, ...] = ()  # leading padding of every row; empty if no row begins with any
+    is_left_out: bool = False  # it has no K and V; otherwise all of it is stored
+    runs: tuple[tuple[Run, ...], ...] = ()  # what the last mask showed of every row; empty: no mask is known
+    end: int = 0  # tokens per row that `runs` tell of; those after it went on as the last of them did
+    # The `generate` that goes on by itself now: every row has a token of its, or follows one. None if the
+    # last forward that was looked at was a plain one.
     root: Frame | None = field(default=None, compare=False)
+    # The first forward after the fill, or after rows were changed, has been looked at.
     is_settled: bool = field(default=False, compare=False)
 
     @property
@@ -136,11 +116,7 @@ class Padding:
     ) -> bool:
         """Whether a forward after the first is to be looked at, see `after`.
 
-        Args:
-            call: What the stack says of it.
-            new_tokens: That it brings.
-            device: Where its mask and positions may have to be fetched from.
-            is_all_shown: Whether it is known to have no mask.
+        Its mask and positions may have to be fetched from a `device`; `is_all_shown` if it has no mask.
         """
         if not (self.tokens or self.runs):
             return False
@@ -170,19 +146,17 @@ class Padding:
         """What is to be remembered when a forward is stored.
 
         Padding need not be stored where `leaves_out`. Where the stack alone tells of the mask, it is.
-
-        Raises:
-            CacheMismatchError: The mask shows what an earlier one hid, or positions of a row of which some
-                tokens are hidden do not go on where they ended.
+        CacheMismatchError if the mask shows what an earlier one hid, or if positions of a row of which some
+        tokens are hidden do not go on where they ended.
         """
         known = self
         if not forward.start:
             if not forward.is_mask_known:
                 return NO_PADDING
-            known = Padding(runs=((),) * forward.batch)
-            tokens = () if forward.mask is None else _leading(forward.real())
-            if any(tokens):
-                known = replace(known, tokens=tokens, is_left_out=leaves_out and forward.is_noted)
+            tokens = _leading(forward.real())
+            tokens = tokens if any(tokens) else ()
+            is_left_out = bool(tokens) and leaves_out and forward.is_noted
+            known = Padding(tokens, is_left_out, ((),) * forward.batch)
         elif forward.batch != len(self.runs or self.tokens):
             return self  # it is refused elsewhere
         elif self.tokens:
@@ -198,12 +172,10 @@ class Padding:
 
         Where the answer lies on a GPU, only forwards are asked that are looked at, see `after`.
         """
-        if not any(self.unstored):
-            return
         mask = noted.mask
-        if mask is None:
+        if any(self.unstored) and mask is None:
             raise self._unhidden("came without a mask that hides it")
-        if mask.is_cpu or self.looks_at(call, noted.new_tokens, mask.device):
+        if mask is not None and (mask.is_cpu or self.looks_at(call, noted.new_tokens, mask.device)):
             self._check_hidden(mask)
 
     def by_row(self, rows: int) -> list[tuple[int, tuple[Run, ...]]]:
@@ -258,11 +230,9 @@ class Padding:
     def _check_call(self, forward: Forward) -> None:
         """Look at the mask of a forward that is known from the stack alone."""
         call, mask = forward.call, forward.call.attention_mask
-        if not any(self.unstored) or not call.forward.is_known:
-            return
-        if call.is_without_mask:
+        if any(self.unstored) and call.forward.is_known and call.is_without_mask:
             raise self._unhidden("came without a mask that hides it")
-        if mask is None or mask.shape[-1] < forward.end:
+        if mask is None or mask.shape[-1] < forward.end or not call.forward.is_known:
             return
         if mask.dim() == 4:  # the newest query is no padding
             newest = mask[:, :, -1]
@@ -312,10 +282,10 @@ class Padding:
             and all(sum(run.end - run.start for run in runs) == self.end for runs in self.runs)
         ):
             return self
-        shown = forward.shown(0, forward.start)
-        if self._is_shown_by(shown):
+        shown, before = forward.shown(0, forward.start), self._shown(forward.start)
+        if torch.equal(shown, before):
             return self
-        again = (shown & ~self._shown(forward.start)).nonzero().tolist()
+        again = (shown & ~before).nonzero().tolist()
         if again:
             row, first = again[0]
             raise CacheMismatchError(
@@ -336,21 +306,6 @@ class Padding:
             for runs in self.runs
         )
         return replace(self, runs=runs, end=start)
-
-    def _is_shown_by(self, mask: torch.Tensor) -> bool:
-        """Whether a boolean mask `[batch, tokens]` shows what the last one did.
-
-        Every step of a padded batch asks, so nothing is made here that is as long as its rows.
-        """
-        for row, runs in zip(mask, self._up_to(mask.shape[1]).runs, strict=True):
-            hidden = 0
-            for run in runs:
-                if row[hidden : run.start].any() or not row[run.start : run.end].all():
-                    return False
-                hidden = run.end
-            if row[hidden:].any():
-                return False
-        return True
 
     def _shown(self, tokens: int) -> torch.Tensor:
         """Which of the first tokens, `end` or more, the last mask showed, boolean `[batch, tokens]`."""
@@ -382,6 +337,9 @@ class Padding:
         raise discontinuous(row, expected, first.position, newly_hidden, forward.call.is_generating)
 
     def _check_hidden(self, mask: torch.Tensor) -> None:
+        """Raise CacheMismatchError if a mask `[batch, tokens]` shows what is not stored."""
+        if not any(self.unstored):
+            return
         shown = mask[:, : max(self.unstored)].to("cpu", torch.bool)
         places = torch.arange(shown.shape[1])
         if shown.shape[0] != len(self.unstored) and 1 not in (shown.shape[0], len(self.unstored)):
