@@ -56,7 +56,9 @@ class Forward:
     start: int  # tokens per row that are cached
     end: int  # with the new ones
     batch: int
-    mask: torch.Tensor | None  # `[batch, end or more]`, nonzero where a token is real; None: all, or not known
+    mask: (
+        torch.Tensor | None
+    )  # `[batch, end or more]`, nonzero where a token is real; None: all, or not known
     is_mask_known: bool
     is_noted: bool  # by the mask function
     call: ModelCall
