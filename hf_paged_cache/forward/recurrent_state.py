@@ -15,6 +15,7 @@ import torch
 
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 from hf_paged_cache.host import architectures
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 from .ownership import check_reading
 from .token_ids import UncountedText
@@ -27,18 +28,12 @@ if TYPE_CHECKING:
 
 
 class HostStates:
-    """The objects of the host in one cache: whole layers, and what layers over blocks have beside them.
-
-    Args:
-        state: What the paged layers of the cache share.
-        hosts: Layer index -> object. All of them empty.
-        fixed: Layers that a forward need not touch: they hold something else than the tokens, or nothing.
-    """
+    """The objects of the host in one cache: whole layers, and what layers over blocks have beside them."""
 
     def __init__(self, state: CacheState, hosts: Mapping[int, Any], fixed: Collection[int]) -> None:
-        self.fixed = set(fixed)
+        self.fixed = set(fixed)  # layers that hold something else than the tokens of a forward, or nothing
         self._state = state
-        self._hosts = dict(hosts)
+        self._hosts = dict(hosts)  # layer index -> object, empty yet
         self._text = UncountedText()
         self._empty = Undo()
         self._save_into(self._empty)
@@ -68,7 +63,7 @@ class HostStates:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(_bytes_of(vars(host)) for host in self.all)
+        return sum(tensor.nbytes for tensor in plain_tensors([vars(host) for host in self.all]))
 
     @property
     def batch(self) -> int:
@@ -139,8 +134,7 @@ class HostStates:
                 continue
             # Its own methods look at keys that are empty here, and forget positions up to transformers 5.17.
             for name, dim in (("indexer_keys", 0), ("indexer_position_ids", 1)):
-                tensor = getattr(host, name, None)
-                if tensor is not None:
+                if (tensor := getattr(host, name, None)) is not None:
                     setattr(host, name, tensor.index_select(dim, index.to(tensor.device)))
 
     def save(self) -> Restore:
@@ -234,9 +228,3 @@ def _by_row(host: Any) -> list[torch.Tensor]:
     else:
         found = [getattr(host, name, None) for name in ("indexer_keys", "keys")]
     return [states for states in found if isinstance(states, torch.Tensor) and states.numel()]
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(map(_bytes_of, value.values()))
-    return value.nbytes if isinstance(value, torch.Tensor) else 0

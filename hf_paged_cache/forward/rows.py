@@ -19,34 +19,20 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """What all layers of a cache hold alike.
-
-    Attributes:
-        batch: Rows, or 0 before the first update and after a reset.
-        tokens: Layer index -> tokens that this layer holds of every row, in the order of writing.
-        start: Tokens of every row before the step in progress (or the last one).
-        end: Tokens of every row when that step is complete.
-        ids: Ids of the stored tokens, as far as they are known.
-        padding: What is remembered of tokens that masks hide.
-        record_past: Window layers keep what they would drop, so that `crop` can bring it back.
-        gradients_from: First stored token whose K or V wanted a gradient when it came; None if there is none.
-        owner: Whose weights computed what is stored; None if that is not known.
-        equal_rows: Rows of prompts so far that were stored by reference to an equal one.
-        is_lost: See `check_lost`; only a reset helps.
-    """
+    """What all layers of a cache hold alike."""
 
     def __init__(self, layers: Iterable[int]) -> None:
-        self.batch = 0
-        self.tokens = dict.fromkeys(layers, 0)
-        self.start = 0
-        self.end = 0
+        self.batch = 0  # rows; none before the first update and after a reset
+        self.tokens = dict.fromkeys(layers, 0)  # layer index -> tokens it holds, in the order of writing
+        self.start = 0  # tokens of every row before the step in progress (or the last one)
+        self.end = 0  # tokens of every row when that step is complete
         self.ids = TokenIds()
         self.padding: Padding = NO_PADDING
-        self.record_past = False
-        self.gradients_from: int | None = None
-        self.owner: Owner | None = None
-        self.equal_rows = 0
-        self.is_lost = False
+        self.record_past = False  # window layers keep what they would drop, so that `crop` can bring it back
+        self.gradients_from: int | None = None  # first token whose K or V wanted a gradient when it came
+        self.owner: Owner | None = None  # whose weights computed what is stored, if that is known
+        self.equal_rows = 0  # rows of prompts so far that were stored by reference to an equal one
+        self.is_lost = False  # see `check_lost`; only a reset helps
         self._last_written: int | None = None
 
     def begin(self, start: int, end: int, padding: Padding) -> None:
@@ -77,12 +63,9 @@ class Rows:
         Layers that a model never writes hold nothing; layers after the last one written were not reached.
         """
         order = list(self.tokens)
-        reached = 0 if self._last_written is None else order.index(self._last_written) + 1
-        return [
-            index
-            for place, index in enumerate(order)
-            if self.tokens[index] != self.end and (self.tokens[index] or place >= reached > 0)
-        ]
+        missed = [] if self._last_written is None else order[order.index(self._last_written) + 1 :]
+        held = self.tokens
+        return [index for index in order if held[index] != self.end and (held[index] or index in missed)]
 
     def crop(self, num_tokens: int) -> None:
         """Keep the first tokens of every row, more than none."""

@@ -33,14 +33,10 @@ if TYPE_CHECKING:
 
 
 class CacheState(Contents):
-    """The shared part of a cache. Layers hold it; it holds no layer.
+    """The shared part of a cache. Layers hold it; it holds no layer."""
 
-    Attributes:
-        step: The forward in progress, or the last one as long as somebody has to look at how it ended.
-    """
-
-    step: Step | None
-    _noted: NotedMask | None
+    step: Step | None  # the forward in progress, or the last one while somebody has to look at how it ended
+    _noted: NotedMask | None  # the mask of a forward of which no layer has written yet
 
     @property
     def is_open(self) -> bool:
@@ -52,9 +48,7 @@ class CacheState(Contents):
     def next_call(self, write: Hashable | None) -> ModelCall | None:
         """Note a use of what lies outside the blocks; for `write` see `Step.goes_on`.
 
-        Returns:
-            The call whose first use of the cache it is, for which `open_step` is to be called; None if it is
-            part of the step in progress, or no forward at all.
+        If it is the first of a call, that is returned, and `open_step` is to be called for it.
         """
         if self.step is not None and self.step.goes_on(write):
             self.step.writes.add(write)
@@ -68,22 +62,19 @@ class CacheState(Contents):
 
     def open_step(self, call: ModelCall, write: Hashable | None, undo: Undo) -> None:
         """Begin a step that changes objects outside the blocks, which `undo` has saved."""
-        left = self.step  # a round of a loop without a model that did not come to all layers
-        is_read_only, ids = call.use_cache is False, call.input_ids
-        step = Step(call.forward, self.rows.end, is_read_only, undo=undo, writes={write}, ids=ids)
-        if left is not None and not call.forward.is_known:
-            step.missing, step.padding = left.missing, left.padding
+        step = Step(call.forward, self.rows.end, call.use_cache is False)
+        step.undo, step.writes, step.ids = undo, {write}, call.input_ids
+        if self.step is not None and not call.forward.is_known:
+            # A round of a loop without a model that did not come to all layers.
+            step.missing, step.padding = self.step.missing, self.step.padding
         self.step = step
 
     def begin_step(self, layer_idx: int, new: NewTokens) -> None:
-        """Reserve room for the new tokens in every group, all or nothing.
+        """Reserve room for the new tokens in every group; whatever is raised, nothing was written or changed.
 
-        Raises:
-            CacheMismatchError: The layers do not advance together, another thread uses the cache, or the mask
-                shows what was hidden, or positions of rows with hidden tokens do not go on.
-            PoolExhausted: Too few blocks. Nothing was written, nothing changed.
-            QuantizationError: The guard found K of a layer unfit for its format. Nothing changed.
-            UnstorableValueError: An earlier step gave a quantized layer on a GPU what cannot be stored.
+        CacheMismatchError if the layers do not advance together, another thread uses the cache, or the mask
+        or positions do not go on; PoolExhausted if there are too few blocks; QuantizationError if the guard
+        found K of a layer unfit; UnstorableValueError of an earlier step of a quantized layer on a GPU.
         """
         call = running_forward.current()
         self.take(call)
@@ -128,10 +119,8 @@ class CacheState(Contents):
             if self.is_open:
                 self.abort_step()
             raise self.rows.unlike(layer_idx, start)
-        behind = self.rows.behind() if start and self.is_open else []
-        if behind:
-            first = behind[0]
-            held = tokens[first]
+        if start and self.is_open and (behind := self.rows.behind()):
+            first, held = behind[0], tokens[behind[0]]
             self.abort_step()
             raise CacheMismatchError(
                 f"layer {layer_idx} is written again while layer {first} holds {held} tokens per row, not "
@@ -147,24 +136,15 @@ class CacheState(Contents):
         keep_history = rows.record_past or is_read_only
         if not rows.batch:
             self.open_rows(new, keep_history=keep_history)
-        keep = partial(self.layer_groups.store.keep, self._save)
+        let_go = partial(self.layer_groups.store.keep, self._save) if start else lambda: None
         self.layer_groups.reserve(
-            rows.batch,
-            start,
-            new.count,
-            keep_history=keep_history,
-            padding=padding.unstored,
-            let_go=keep if start else lambda: None,
+            rows.batch, start, new.count, keep_history=keep_history, padding=padding.unstored, let_go=let_go
         )
         if step is None or (step.is_open and step.undo is None):  # the layers that it lacks never come
             step = Step(call.forward, start)
-        self.step = replace(
-            step,
-            forward=call.forward,
-            is_read_only=is_read_only,
-            missing=len(rows.tokens),
-            padding=rows.padding,
-        )
+        step = replace(step, forward=call.forward, is_read_only=is_read_only)
+        step.missing, step.padding = len(rows.tokens), rows.padding
+        self.step = step
         rows.begin(start, start + new.count, padding)
         self.has_open_step = self.is_static
         self._equal_rows.begin(rows.batch if not start and not self.is_static else 0)
@@ -174,10 +154,9 @@ class CacheState(Contents):
         self.layer_groups.set_step(self.step)
 
     def join_step(self, layer_idx: int) -> None:
-        """Let a layer write to the step in progress.
+        """Let a layer write to the step in progress, also to one whose forward has failed (cross-attention).
 
-        Somebody may go on with a step whose forward has failed, as cross-attention does. Until then other
-        caches of the pool could replace its tensors, and from now on they cannot.
+        Until then other caches of the pool could replace its tensors, and from now on they cannot.
         """
         step = self.step
         if step is None or not self.layer_groups.of(layer_idx).store.is_shared or not step.is_over:
@@ -193,9 +172,8 @@ class CacheState(Contents):
     def write(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Store K and V `[batch, kv_heads, new tokens, head_dim]` of a layer that has a place.
 
-        Raises:
-            QuantizationError: The guard found the keys unfit for the layer's format.
-            UnstorableValueError: A quantized layer was given what cannot be stored.
+        QuantizationError if the guard found the keys unfit for the layer's format, UnstorableValueError if a
+        quantized layer was given what cannot be stored.
         """
         blocks, group, start = self.blocks[layer_idx], self.layer_groups.of(layer_idx), self.rows.start
         if blocks.records is not None and group.is_unguarded(layer_idx):
@@ -272,10 +250,7 @@ class CacheState(Contents):
         """See to what an interrupted change and an ended forward have left.
 
         A forward that has returned counts, also if it did not reach every layer. One that an exception left
-        before that, or that was only to read, is taken back.
-
-        Raises:
-            CacheMismatchError: Nobody can say which of both it was.
+        before that, or that was only to read, is taken back. CacheMismatchError if nobody can say which.
         """
         self.layer_groups.store.recover()
         step = self.step
@@ -299,8 +274,7 @@ class CacheState(Contents):
     def take(self, call: ModelCall | None) -> None:
         """Let this thread use the cache, on behalf of a call if there is one, and `settle`.
 
-        Raises:
-            CacheMismatchError: Another thread is using it.
+        CacheMismatchError if another thread is using it.
         """
         with self.layer_groups.store.lock:
             self.check_thread()
