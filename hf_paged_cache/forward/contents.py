@@ -90,22 +90,18 @@ class Contents:
         """Whether steps can be compiled: every row has its blocks from the start."""
         return self.layer_groups.is_static
 
-    # --- changes --------------------------------------------------------------------------------------------
-
     def change(self, make: Callable[[], _T], outside: Outside | None = None) -> _T:
         """Make a change to rows and blocks, and outside, all of it or none; see `Store.change`."""
         return self.layer_groups.store.change(partial(self._save, outside), make)
 
     def _save(self, outside: Outside | None = None) -> Saved:
-        attributes, restore_rows, groups = dict(vars(self)), self.rows.save(), self.layer_groups.save()
-        restore_outside = None if outside is None else outside.save()
+        attributes, groups = dict(vars(self)), self.layer_groups.save()
+        parts = [self.rows.save(), groups.restore, *([] if outside is None else [outside.save()])]
 
         def restore() -> None:
             vars(self).update(attributes)
-            restore_rows()
-            groups.restore()
-            if restore_outside is not None:
-                restore_outside()
+            for restore_part in parts:
+                restore_part()
 
         return Saved(restore, groups.follow)
 
@@ -212,8 +208,6 @@ class Contents:
         self.layer_groups.open_rows(new, keep_history=keep_history, would_be_static=self.would_be_static)
         self.rows.batch = new.batch
 
-    # --- copies ---------------------------------------------------------------------------------------------
-
     def fork(self) -> Self:
         """The same rows for another cache, by sharing their blocks."""
         copied = copy.copy(self)
@@ -240,8 +234,6 @@ class Contents:
         if saved.input_ids.shape[1]:
             rows.ids.commit(saved.input_ids, saved.input_ids.shape[1])
         return dict(vars(copied))
-
-    # --- static rows ----------------------------------------------------------------------------------------
 
     def pull(self) -> None:
         """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.

@@ -1,8 +1,7 @@
 """Tokens that masks hide: what of them is not stored, and how the rows that have some go on.
 
-A batch of prompts is padded on the left, and the mask of every forward hides the padding. It is not stored.
-A row that ends before the others is filled up, and the mask of the next turn hides the filler, in its midst.
-
+A batch of prompts is padded on the left: the mask of every forward hides that, and it is not stored. A row
+that ends before the others is filled up, and the mask of the next turn hides the filler, in its midst.
 What is cached of a token was computed under the mask of its own forward, so later masks are held against it:
 
 - What a mask has hidden stays hidden, or the forward is refused: tokens behind it were computed without it.
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.pool_tensors import NewTokens
 
-_HIDDEN = -1e4
-"""What an additive mask adds to a score that is not to count, or less."""
+_HIDDEN = -1e4  # an additive mask adds this or less to a score that is not to count
 
 
 class NotedMask(NamedTuple):
@@ -56,9 +54,7 @@ class Forward:
     start: int  # tokens per row that are cached
     end: int  # with the new ones
     batch: int
-    mask: (
-        torch.Tensor | None
-    )  # `[batch, end or more]`, nonzero where a token is real; None: all, or not known
+    mask: torch.Tensor | None  # `[batch, end or more]`, nonzero where real; None: all, or unknown
     is_mask_known: bool
     is_noted: bool  # by the mask function
     call: ModelCall
@@ -88,10 +84,10 @@ class Forward:
 
     def positions(self) -> torch.Tensor | None:
         """Where they stand, `[batch, new tokens]` on the CPU; None if the model does not say it like this."""
-        given = self.call.position_ids
-        if given is None or given.dim() != 2 or given.shape[1] != self.end - self.start:
+        given, new_tokens = self.call.position_ids, self.end - self.start
+        if given is None or given.shape not in ((1, new_tokens), (self.batch, new_tokens)):
             return None
-        return given.cpu().expand(self.batch, -1) if given.shape[0] in (1, self.batch) else None
+        return given.cpu().expand(self.batch, -1)
 
 
 @dataclass(frozen=True)
@@ -116,10 +112,7 @@ class Padding:
     def looks_at(
         self, call: ModelCall, new_tokens: int, device: torch.device, *, is_all_shown: bool = False
     ) -> bool:
-        """Whether a forward after the first is to be looked at, see `after`.
-
-        Its mask and positions may have to be fetched from a `device`; `is_all_shown` if it has no mask.
-        """
+        """Whether `after` is to look at a later forward, of which mask and positions lie on a device."""
         if not (self.tokens or self.runs):
             return False
         if call.root == self.root:
@@ -175,9 +168,7 @@ class Padding:
         Where the answer lies on a GPU, only forwards are asked that are looked at, see `after`.
         """
         mask = noted.mask
-        if any(self.unstored) and mask is None:
-            raise self._unhidden("came without a mask that hides it")
-        if mask is not None and (mask.is_cpu or self.looks_at(call, noted.new_tokens, mask.device)):
+        if mask is None or mask.is_cpu or self.looks_at(call, noted.new_tokens, mask.device):
             self._check_hidden(mask)
 
     def by_row(self, rows: int) -> list[tuple[int, tuple[Run, ...]]]:
@@ -232,14 +223,11 @@ class Padding:
     def _check_call(self, forward: Forward) -> None:
         """Look at the mask of a forward that is known from the stack alone."""
         call, mask = forward.call, forward.call.attention_mask
-        if any(self.unstored) and call.forward.is_known and call.is_without_mask:
-            raise self._unhidden("came without a mask that hides it")
-        if mask is None or mask.shape[-1] < forward.end or not call.forward.is_known:
-            return
-        if mask.dim() == 4:  # the newest query is no padding
+        if mask is not None and mask.dim() == 4:  # the newest query is no padding
             newest = mask[:, :, -1]
             mask = newest.any(1) if mask.dtype == torch.bool else (newest > _HIDDEN).any(1)
-        if mask.dim() == 2:
+        is_whole = mask is not None and mask.dim() == 2 and mask.shape[1] >= forward.end
+        if call.forward.is_known and (is_whole or call.is_without_mask):
             self._check_hidden(mask)
 
     def _with(self, forward: Forward) -> Padding:
@@ -258,9 +246,8 @@ class Padding:
 
     def _is_next(self, forward: Forward, positions: torch.Tensor | None) -> bool:
         """Whether every row gets one token, and it is the one that follows."""
-        if forward.end - forward.start > 1 or not forward.start:
-            return False
-        if not all(runs and runs[-1].end == self.end for runs in self.runs):
+        is_one = forward.end - forward.start == 1 and forward.start > 0
+        if not is_one or not all(runs and runs[-1].end == self.end for runs in self.runs):
             return False
         expected = [runs[-1].next_position for runs in self._up_to(forward.start).runs]
         found = [None] * len(expected) if positions is None else positions[:, 0].tolist()
@@ -338,10 +325,12 @@ class Padding:
         newly_hidden = sum(min(run.end, last) - min(run.start, last) for run in before) - shown
         raise discontinuous(row, expected, first.position, newly_hidden, forward.call.is_generating)
 
-    def _check_hidden(self, mask: torch.Tensor) -> None:
-        """Raise CacheMismatchError if a mask `[batch, tokens]` shows what is not stored."""
+    def _check_hidden(self, mask: torch.Tensor | None) -> None:
+        """Raise CacheMismatchError if a mask `[batch, tokens]`, or none, shows what is not stored."""
         if not any(self.unstored):
             return
+        if mask is None:
+            raise self._unhidden("came without a mask that hides it")
         shown = mask[:, : max(self.unstored)].to("cpu", torch.bool)
         places = torch.arange(shown.shape[1])
         if shown.shape[0] != len(self.unstored) and 1 not in (shown.shape[0], len(self.unstored)):

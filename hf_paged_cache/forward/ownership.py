@@ -52,10 +52,7 @@ def check_reading(call: ModelCall, *, is_warm: bool) -> None:
 
 
 def owner_after(owner: Owner | None, call: ModelCall, tokens: int) -> Owner | None:
-    """Whose weights the contents of a cache are of, when a call has added to so many cached tokens.
-
-    CacheMismatchError if others computed them than the `owner` whose they are so far, if that is known.
-    """
+    """Whose weights a cache is of when a call adds to its tokens; CacheMismatchError if of other ones."""
     whole = None if call.whole is None else call.whole()
     if whole is None:
         return owner if tokens else None

@@ -2,8 +2,7 @@
 
 Recurrent states and the inputs of convolutions are overwritten by every forward. A forward that fails
 halfway has moved some of them on and others not, so they are saved when a forward begins, and put back if it
-turns out not to have come to its end. Nobody says that a forward begins or ends; a look at the stack tells,
-whenever the cache is used (see `running_forward`).
+turns out not to have come to its end.
 """
 
 from __future__ import annotations
@@ -75,13 +74,8 @@ class HostStates:
         """Tokens of the longest layer that counts them."""
         return max(map(_length, self.all), default=0)
 
-    # --- forwards -------------------------------------------------------------------------------------------
-
     def enter(self, write: Hashable | None = None) -> None:
-        """Note that the cache is used; if that is the first thing a forward does, save what it will change.
-
-        For `write` see `Step.goes_on`.
-        """
+        """Note a use (`Step.goes_on`); if it is the first of a forward, save what that will change."""
         if torch.compiler.is_compiling():
             self._enter_between_graphs(write)
         elif (call := self._state.next_call(write)) is not None:
@@ -121,8 +115,6 @@ class HostStates:
     def _save_into(self, undo: Undo) -> None:
         for host in self.all:
             undo.save(host, clone=architectures.is_linear(host))
-
-    # --- between forwards -----------------------------------------------------------------------------------
 
     def select(self, rows: Sequence[int]) -> None:
         """Make the rows copies of the given old rows; their number may change."""

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 
 from .left_padding import NO_PADDING
@@ -52,10 +54,6 @@ class Rows:
     def is_next(self, layer_idx: int) -> bool:
         """Whether a layer has yet to join a step in progress."""
         return self.tokens[layer_idx] == self.start < self.end
-
-    def is_next_in_any_layer(self) -> bool:
-        """Whether some layer has yet to join a step in progress."""
-        return any(self.is_next(index) for index in self.behind())
 
     def behind(self) -> list[int]:
         """The layers that have not come as far as the last step.
@@ -139,3 +137,37 @@ class Rows:
             f"layers hold {sorted(set(self.tokens.values()))} tokens, but the last step ended at {self.end}"
         )
         assert self.ids.count <= self.end, "ids are known of tokens that are not stored"
+
+
+class EqualRows:
+    """Neighbouring rows that have brought the same K and V to every layer so far.
+
+    Judged by the K and V themselves, to the bit: ids may be the same under other masks, and are not always
+    known. Most batches are done with after a look at one token of the first layer.
+    """
+
+    def __init__(self) -> None:
+        self._is_like_previous: list[bool] = []  # of the rows after the first
+
+    def begin(self, rows: int) -> None:
+        """Take all of so many rows for the same until a layer shows otherwise; 0 gives up looking."""
+        self._is_like_previous = [True] * (rows - 1)
+
+    def compare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Look at what a layer gets, `[batch, kv_heads, tokens, head_dim]`."""
+        if not self._is_like_previous:
+            return  # as at every decode step
+        for states in (key_states[:, :, -1:], key_states, value_states):
+            if not any(self._is_like_previous):
+                return
+            same = (states[1:] == states[:-1]).flatten(1).all(dim=1).tolist()
+            self._is_like_previous = [a and b for a, b in zip(self._is_like_previous, same, strict=True)]
+
+    def sources(self, padding: Sequence[object]) -> list[int] | None:
+        """For every row the first one that is the same; None if no two are. Equal rows agree in padding."""
+        if not any(self._is_like_previous):
+            return None
+        rows = [0]
+        for row, is_like in enumerate(self._is_like_previous, start=1):
+            rows.append(rows[-1] if is_like and padding[row] == padding[row - 1] else row)
+        return rows

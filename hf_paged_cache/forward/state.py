@@ -17,9 +17,9 @@ from hf_paged_cache.host import running_forward
 from hf_paged_cache.kernels import dispatch
 
 from .contents import Contents
-from .equal_rows import EqualRows
 from .left_padding import NotedMask
 from .ownership import Caller, check_reading, owner_after
+from .rows import EqualRows
 from .step import Step, no_new_tokens
 from .weights import Weights
 
@@ -43,13 +43,8 @@ class CacheState(Contents):
         """Whether the tokens of a step have come to some layers and not to all."""
         return self.step is not None and self.step.is_open
 
-    # --- the step -------------------------------------------------------------------------------------------
-
     def next_call(self, write: Hashable | None) -> ModelCall | None:
-        """Note a use of what lies outside the blocks; for `write` see `Step.goes_on`.
-
-        If it is the first of a call, that is returned, and `open_step` is to be called for it.
-        """
+        """Note a use of what lies outside the blocks; return the call for which `open_step` is to follow."""
         if self.step is not None and self.step.goes_on(write):
             self.step.writes.add(write)
             return None
@@ -154,15 +149,12 @@ class CacheState(Contents):
         self.layer_groups.set_step(self.step)
 
     def join_step(self, layer_idx: int) -> None:
-        """Let a layer write to the step in progress, also to one whose forward has failed (cross-attention).
-
-        Until then other caches of the pool could replace its tensors, and from now on they cannot.
-        """
+        """Let a layer write to the step in progress, also if its forward has failed (cross-attention)."""
         step = self.step
         if step is None or not self.layer_groups.of(layer_idx).store.is_shared or not step.is_over:
             return
 
-        def make() -> None:
+        def make() -> None:  # until now other caches of the pool could replace its tensors
             step.forward = running_forward.current().forward
             for group in self.groups:
                 group.bind_again()
@@ -194,11 +186,8 @@ class CacheState(Contents):
                 self._close_step(None if step.undo is None else replace(step, missing=0, rows_before=None))
             else:
                 step.missing -= 1
-        self.has_open_step = any(
-            self.rows.tokens[index] != self.rows.end
-            for group in self.layer_groups.static
-            for index in group.static_blocks
-        )
+        static = (index for group in self.layer_groups.static for index in group.static_blocks)
+        self.has_open_step = any(self.rows.tokens[index] != self.rows.end for index in static)
 
     def _share_equal_rows(self) -> None:
         """Store rows of a prompt once that are the same in every layer."""
@@ -269,13 +258,8 @@ class CacheState(Contents):
         else:
             self.abort_step()
 
-    # --- who uses it ----------------------------------------------------------------------------------------
-
     def take(self, call: ModelCall | None) -> None:
-        """Let this thread use the cache, on behalf of a call if there is one, and `settle`.
-
-        CacheMismatchError if another thread is using it.
-        """
+        """Let this thread use the cache, on behalf of a call or of none, and `settle`; see `check_thread`."""
         with self.layer_groups.store.lock:
             self.check_thread()
             if call is not None:
@@ -323,8 +307,6 @@ class CacheState(Contents):
     def _is_cross(self) -> bool:
         """Whether it holds the encoder's tokens, which come once and never change."""
         return self.traits.is_encoder_decoder and not self.has_masks
-
-    # --- rows -----------------------------------------------------------------------------------------------
 
     def spread_rows(self, count: int, outside: Outside) -> None:
         """Give the one row of the cache to so many, for the step that begins."""

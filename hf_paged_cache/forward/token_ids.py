@@ -17,16 +17,13 @@ if TYPE_CHECKING:
     from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.holder import Restore
 
-_BEGINNING = 16
-"""Tokens that tell one text from another."""
-Ids = npt.NDArray[Any]
-"""`[rows, tokens]`, on the host like all bookkeeping."""
+_BEGINNING = 16  # tokens that tell one text from another
+Ids = npt.NDArray[Any]  # `[rows, tokens]`, on the host like all bookkeeping
 
 
 class TokenIds:
-    """The ids of the first tokens of every row.
+    """The ids of the first tokens of every row, from forwards that fed them, and from whoever calls `commit`.
 
-    They come from the forwards that fed them, where those show their ids, and from whoever calls `commit`.
     Once a forward shows none (embeddings, or ids that would have to be fetched from a device), later ones
     are not noted either: what is known is always a beginning.
     """
@@ -108,7 +105,7 @@ class TokenIds:
         self._put(ids[:, :length].detach().cpu().numpy(), 0, length)
 
     def forget_prompt(self) -> None:
-        """What a prompt has told is of no forward but those of its `generate`."""
+        """A prompt tells of no forward but those of its `generate`."""
         self._prompt = None
 
     def crop(self, count: int) -> None:

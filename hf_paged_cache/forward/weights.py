@@ -8,9 +8,8 @@ adapters it is which are active, disabled, or merged, and with what scale, as `p
 
 Not seen: writes through `tensor.data` into memory that stays in place, or by code that torch does not know;
 weights that others keep for a model (offloading hooks, FSDP, ZeRO) and are new tensors in every forward, or
-that their layers convert at the first; activity of adapters that is told to a forward alone.
-
-What a call of the host that uses the cache writes into buffers while it runs (running statistics) is its own.
+that their layers convert at the first; activity of adapters that is told to a forward alone. What a call of
+the host that uses the cache writes into buffers while it runs (running statistics) is its own.
 
 Refused although K and V would be right: more tokens in the embeddings, a model that was moved to another
 device and back, and persistent buffers that a forward writes before it asks the cache how long masks are, or
@@ -41,10 +40,9 @@ from hf_paged_cache.store.saved import SavedWeight, SavedWeights
 
 _WATCH = "_hf_paged_cache_watch"
 _SAMPLES = 16
-_MOVING_HOOKS = {"CpuOffload", "LayerwiseCastingHook"}
-"""Hooks of accelerate that always move weights; others say so."""
+_MOVING_HOOKS = {"CpuOffload", "LayerwiseCastingHook"}  # of accelerate: always move weights; others say so
+# Packages whose layers bring their weights into another form at their first forward.
 _CONVERTING = {"bitsandbytes", "gptqmodel", "auto_gptq", "awq"}
-"""Packages whose layers bring their weights into another form at their first forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +178,9 @@ def weights_of(model: torch.nn.Module) -> Weights:
 
 
 _ALL = 0
+# Identity of a parameter -> steps that optimizers have taken with it; under `_ALL` the steps of all.
 _steps: Counter[int] = Counter()
-"""Identity of a parameter -> steps that optimizers have taken with it; under `_ALL` the steps of all."""
-
-
-@cache
-def _listen() -> None:
-    """Count the steps of optimizers from now on."""
-    register_optimizer_step_post_hook(_count_step)
+_listen = cache(register_optimizer_step_post_hook)  # once for each listener
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -196,13 +189,10 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 class _Watch:
-    """Tells at little cost whether the weights of a model, in which it lies, are still what they were.
-
-    It keeps the dicts of modules, but of what is in them identities only: a tensor that is replaced is free.
-    """
+    """Tells at little cost whether the weights of a model, in which it lies, are still what they were."""
 
     def __init__(self, model: torch.nn.Module, before: Weights | None) -> None:
-        _listen()
+        _listen(_count_step)
         self.model = weakref.ref(model)
         survey = _Survey(model)
         adapted = [weakref.ref(module) for module in survey.modules if _adapters_of(module) is not None]
@@ -223,6 +213,7 @@ class _Watch:
         self._gone: list[object] = []
         self._modules = [weakref.ref(module, self._gone.append) for module in survey.modules]
         self._dicts = [each.values() for module in survey.modules for each in _dicts_of(module)]
+        # Identities only, so that a tensor which is replaced is free at once.
         self._members = list(map(id, chain.from_iterable(self._dicts)))
 
     def is_unchanged(self) -> bool:
@@ -241,13 +232,11 @@ class _Watch:
         return [list(map(fact, [each() for each in references])) for fact, references in self._watched]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch | None:
-        """That of a copy of the model, which looks anew, and finds what copies of caches know of it.
-
-        All parts of the model have their copies by now; the caches may come before it or after.
-        """
+        """That of a copy of the model, which looks anew, and finds what copies of caches know of it."""
         model = self.model()
         if model is None:
             return None
+        # All parts of the model have their copies by now; the caches may come before it or after.
         with torch._C.DisableTorchFunctionSubclass():
             weights = copy.deepcopy(weights_of(model), memo)
             weights.move_to_copy(memo)
@@ -289,8 +278,10 @@ class _Survey:
                 is_lent = is_lent or hasattr(tensor, "ds_id")
                 self._add(tensor, name + key, is_moved=is_moved or is_lent, converts=converts)
         for key, tensor in module._buffers.items():
-            is_transient = key in module._non_persistent_buffers_set
-            if not (tensor is None or is_transient or _is_count(tensor)):
+            if tensor is None or key in module._non_persistent_buffers_set:
+                continue
+            is_count = tensor.numel() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
+            if not is_count:
                 self._add(tensor, name + key, is_moved=is_moved, converts=converts, is_buffer=True)
         adapters = _adapters_of(module)
         for key, child in module._modules.items():
@@ -360,10 +351,6 @@ def _dicts_of(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
     """Where a module keeps what counts, as far as there is any."""
     has_saved = not module._non_persistent_buffers_set.issuperset(module._buffers)
     return filter(None, (module._parameters, module._buffers if has_saved else {}, module._modules))
-
-
-def _is_count(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1 and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def _address_of(tensor: torch.Tensor) -> int:

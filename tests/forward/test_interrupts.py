@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedCache
-from hf_paged_cache.forward.equal_rows import EqualRows
+from hf_paged_cache.forward.rows import EqualRows
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.store.store import Store
 from tests.forward.interrupts import ACTS, Act, Interrupted, Scene, interrupting, short_of_memory
