@@ -26,25 +26,15 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(slots=True, eq=False)
 class AttentionCall:
-    """What a call of the attention function was given.
+    """What a call of the attention function was given."""
 
-    Attributes:
-        implementation: The implementation that was set before, `sdpa` or `eager`.
-        module: The attention module.
-        query: `[batch, q_heads, q_tokens, head_dim]`.
-        key: `[batch, kv_heads, tokens, head_dim]`, a `PagedView` if it comes straight from a `PagedCache`.
-        value: `[batch, kv_heads, tokens, v_head_dim]`, the same.
-        mask: As the mask function made it.
-        kwargs: What else the module passes.
-    """
-
-    implementation: str
-    module: torch.nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    kwargs: dict[str, Any]
+    implementation: str  # that was set before, `sdpa` or `eager`
+    module: torch.nn.Module  # of the attention
+    query: torch.Tensor  # `[batch, q_heads, q_tokens, head_dim]`
+    key: torch.Tensor  # `[batch, kv_heads, tokens, head_dim]`, a `PagedView` if straight from a `PagedCache`
+    value: torch.Tensor  # `[batch, kv_heads, tokens, v_head_dim]`, the same
+    mask: torch.Tensor | None  # as the mask function made it
+    kwargs: dict[str, Any]  # what else the module passes
 
     @property
     def is_eager(self) -> bool:

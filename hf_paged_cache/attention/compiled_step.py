@@ -16,57 +16,40 @@ from hf_paged_cache.errors import CacheMismatchError
 from hf_paged_cache.kernels.autocast import as_attended
 
 if TYPE_CHECKING:
+    from hf_paged_cache.forward.state import CacheState
     from hf_paged_cache.kernels.call import StaticBlocks
     from hf_paged_cache.store.static_group import StaticGroup
 
     from .attention_call import AttentionCall
 
-
+# The layer that was updated last: dense K and V, the group that holds the blocks behind them, its index.
 _last: list[tuple[torch.Tensor, torch.Tensor, StaticGroup, int]] = []
-"""The layer that was updated last: dense K and V, the group that holds the blocks behind them, its index."""
 
 
 def update_static(
-    group: StaticGroup | None,
-    layer_idx: int,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
-    *,
-    is_interrupted: bool,
-    is_attended: bool,
-    wants_gradients: bool,
+    state: CacheState, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new K and V; return all slots of all rows: `[batch, kv_heads, capacity, head_dim]`, or zeros.
+    """Write new K and V `[batch, kv_heads, new tokens, head_dim]` of a layer; return all slots of all rows.
 
-    Args:
-        group: The layer's, None if there are no rows.
-        layer_idx: Index of the layer.
-        key_states: `[batch, kv_heads, new tokens, head_dim]`.
-        value_states: `[batch, kv_heads, new tokens, v_head_dim]`.
-        is_interrupted: Whether an earlier forward has left some layers behind.
-        is_attended: Whether attention of this package follows. What is never asked for would leave the step
-            as one more result of it.
-        wants_gradients: Whether stored tokens wanted a gradient when they came.
-
-    Raises:
-        CacheMismatchError: There are no rows, some layers were left behind, shape or dtype do not fit what
-            the cache holds, or a gradient is wanted.
+    They are `[batch, kv_heads, capacity, head_dim]`, zeros where nothing is stored. CacheMismatchError if
+    there are no rows, some layers were left behind, shape or dtype do not fit, or a gradient is wanted.
     """
+    group = state.layer_groups.static_of(layer_idx) if state.rows.batch else None
     if group is None or layer_idx not in group.static_blocks:
         refuse(
             "the first forward of a PagedCache, or after a reset, opens its rows and cannot be compiled; "
             "call the model itself for it (`generate` does, unless `prefill_chunk_size` is given)"
         )
         raise AssertionError("refuse has raised")
-    if is_interrupted:
+    if state.has_open_step:
         refuse(
             "a forward was interrupted and left some layers behind; call the model itself once, which "
             "takes it back, or `cache.reset()`"
         )
     blocks = group.static_blocks[layer_idx]
     _check(blocks, key_states, value_states)
-    wants_gradients = wants_gradients or key_states.requires_grad or value_states.requires_grad
-    if wants_gradients and torch.is_grad_enabled():
+    new_want_gradients = key_states.requires_grad or value_states.requires_grad
+    if torch.is_grad_enabled() and (new_want_gradients or state.rows.gradients_from is not None):
         refuse(
             "a compiled step over a PagedCache has no backward; call it under `torch.no_grad()`, or without "
             "torch.compile"
@@ -78,7 +61,7 @@ def update_static(
     ops.write(*where, key_states, value_states)
     keys, values = ops.gather(*where)
     values = _or_nan_where_full(values, blocks)
-    if is_attended:
+    if state.is_attended():  # what nobody asks for would leave the step as one more result of it
         _last.clear()
         _last.append((keys, values, group, layer_idx))
     return keys, values
@@ -111,19 +94,11 @@ def attend(call: AttentionCall) -> torch.Tensor | None:
     ):
         return None
     has_more = call.query.shape[2] > 1
+    is_causal = mask is None and has_more
+    window = group.window if mask is None or not has_more else None  # a mask says it for each query
+    where = (blocks.keys, blocks.values, blocks.layer, blocks.table, blocks.lengths)
     out: torch.Tensor = torch.ops.hf_paged_cache.attend(
-        as_attended(call.query),
-        blocks.keys,
-        blocks.values,
-        blocks.layer,
-        blocks.table,
-        blocks.lengths,
-        call.scale,
-        mask,
-        mask is None and has_more,
-        group.window if mask is None or not has_more else None,  # a mask says it for each query
-        call.softcap,
-        call.sinks,
+        as_attended(call.query), *where, call.scale, mask, is_causal, window, call.softcap, call.sinks
     )
     return _or_nan_where_full(out, blocks)
 

@@ -7,27 +7,17 @@ the graph; how far the cache had come is known when a forward begins, and shows 
 # No `from __future__ import annotations` here: the schema is read from the annotations.
 import itertools
 import weakref
-from typing import Protocol
+from typing import Any
 
 import torch
 
-
-class Traceable(Protocol):
-    """A cache that graphs can name."""
-
-    def update_in_graph(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, start: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new K and V of one layer; return all that its attention may see, in memory of their own."""
-
-
 # The compiler takes 0 and 1 for constants, and would make a graph for each.
 _numbers = itertools.count(2)
-_caches: weakref.WeakValueDictionary[int, Traceable] = weakref.WeakValueDictionary()
+_caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def register(cache: Traceable) -> int:
-    """A number by which graphs name a cache. A copy of a cache needs one of its own."""
+def register(cache: Any) -> int:
+    """A number by which graphs name a `PagedCache`. A copy of a cache needs one of its own."""
     number = next(_numbers)
     _caches[number] = cache
     return number
@@ -37,12 +27,13 @@ def register(cache: Traceable) -> int:
 def update(
     key_states: torch.Tensor, value_states: torch.Tensor, cache: int, layer_idx: int, start: int, visible: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new K and V of one layer of a cache; return all that its attention may see.
+    """Write new K and V of one layer of a cache, named by what `register` gave; return all it may see.
 
-    The cache is named by what `register` gave. It holds `start` tokens per row before, and the results
-    `[batch, kv_heads, visible, head_dim]` hold so many.
+    It holds `start` tokens per row before; the results are `[batch, kv_heads, visible, head_dim]`, in memory
+    of their own.
     """
-    return _caches[cache].update_in_graph(key_states, value_states, layer_idx, start)
+    keys, values = _caches[cache].update_in_graph(key_states, value_states, layer_idx, start)
+    return keys, values
 
 
 @update.register_fake

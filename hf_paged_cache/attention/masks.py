@@ -24,35 +24,23 @@ logger = logging.getLogger("hf_paged_cache")
 class PagedLength(int):
     """The key length that a `PagedCache` announces: an int that the mask function can recognise.
 
-    Masks are made before K and V are, and the host does not say for which cache. Masks for any other cache
-    are left to the host.
-
-    Attributes:
-        note: Tells the cache of the padding that the mask of this forward hides, or of None, which is all
-            that the mask function knows; None in a step that is being compiled.
+    The host does not say for which cache it makes a mask. Those for any other cache are left to it.
     """
 
+    # Tells the cache of the padding that a mask hides, None if of none; not there while a step is compiled.
     note: Callable[[torch.Tensor | None], None] | None = None
 
 
 class StaticLength(PagedLength):
-    """The key length of rows whose blocks are all there: what a row can hold.
+    """The key length of rows whose blocks are all there: what a row can hold."""
 
-    Attributes:
-        check_room: Raises if a row cannot have so many tokens.
-    """
-
-    check_room: Callable[[int], None]
+    check_room: Callable[[int], None]  # raises if a row cannot have so many tokens
 
 
 class LazyMask(LazyTensor):
-    """Stands for a causal 4-D mask `[batch, 1, q_tokens, kv_tokens]`.
+    """Stands for a causal 4-D mask `[batch, 1, q_tokens, kv_tokens]`."""
 
-    Attributes:
-        padding: Boolean `[batch, kv_tokens]`, False where a token is padding; None if none is.
-    """
-
-    padding: torch.Tensor | None
+    padding: torch.Tensor | None  # boolean `[batch, kv_tokens]`, False where a token is padding
     _make: Callable[[], torch.Tensor]
     _dense: torch.Tensor | None = None
 
@@ -68,11 +56,7 @@ class LazyMask(LazyTensor):
 
 
 def make_mask_function(implementation: str) -> Callable[..., Any]:
-    """A mask function that stands in for the one of `implementation`.
-
-    For a `PagedCache` it returns a `LazyMask` where the pattern is causal over all tokens seen; in every
-    other case what that implementation's own function returns.
-    """
+    """A mask function that returns what `implementation` does, but lazily for a `PagedCache` if causal."""
 
     def paged_mask(*args: Any, **kwargs: Any) -> Any:
         host = compat.mask_function(implementation)
@@ -114,7 +98,7 @@ def check_length(mask: torch.Tensor | None, held: int, new: int, config: object)
     """
     if mask is None or mask.dim() != 2 or mask.shape[1] >= held + new:
         return
-    if not architectures.has_short_masks(config):
+    if getattr(config, "model_type", None) not in architectures.SHORT_MASKS:
         raise CacheMismatchError(
             f"attention_mask covers {mask.shape[1]} tokens, but the cache holds {held} per row and "
             f"{new} new ones came. Pass the whole conversation (ids and mask), longer than what is cached; "

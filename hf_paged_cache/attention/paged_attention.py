@@ -27,6 +27,8 @@ from .view import PagedView
 
 NAME_PREFIX = "hf_paged_cache_"
 _FALLBACKS = ("sdpa", "eager")
+Observer = Callable[[AttentionCall, torch.Tensor], None]
+_OBSERVERS: list[Observer] = []
 
 
 def activate(config_or_model: object) -> bool:
@@ -104,10 +106,6 @@ def _make_attention(implementation: str) -> Callable[..., Output]:
         return result
 
     return paged_attention_forward
-
-
-Observer = Callable[[AttentionCall, torch.Tensor], None]
-_OBSERVERS: list[Observer] = []
 
 
 @contextmanager

@@ -8,9 +8,9 @@ compare, on the prompt before them.
 from __future__ import annotations
 
 import logging
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_paged_cache")
 
-MIN_VETTED_TOKENS = 8
-"""With fewer keys, attention functions that differ can agree: over one key they all do."""
+MIN_VETTED_TOKENS = 8  # with fewer keys, attention functions that differ can agree: over one key they all do
 
-_trusted: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], bool]] = (
-    weakref.WeakKeyDictionary()
-)
+_trusted: WeakKeyDictionary[torch.nn.Module, dict[tuple[Any, ...], bool]] = WeakKeyDictionary()
 
 
 def may_answer(call: AttentionCall, stored: StoredKV) -> bool:

@@ -23,26 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class StoredKV:
-    """K and V of one layer over stored tokens `[start, end)`, and what of them this forward brought.
-
-    Attributes:
-        blocks: Where the layer's K and V lie.
-        state: The cache that they belong to.
-        layer_idx: Index of the layer.
-        start: First token of the view.
-        end: One past the last token.
-        fresh: K and V `[batch, kv_heads, new tokens, head_dim]` as the model gave them, the last tokens of
-            the view; None for a view that was not returned by `update`.
-        group: Whose tables put the blocks in order.
-    """
+    """K and V of one layer over stored tokens `[start, end)`, and what of them this forward brought."""
 
     state: CacheState
     blocks: LayerBlocks
     layer_idx: int
     start: int
     end: int
+    # K and V `[batch, kv_heads, new tokens, head_dim]` of the last tokens as the model gave them; None for a
+    # view that was not returned by `update`.
     fresh: tuple[torch.Tensor, torch.Tensor] | None = None
-    group: LayerGroup = field(init=False)
+    group: LayerGroup = field(init=False)  # whose tables put the blocks in order
     _version: int = field(init=False)
     _dense: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
 
@@ -67,10 +58,7 @@ class StoredKV:
 
     @property
     def is_current(self) -> bool:
-        """Whether the blocks behind the view still hold the tokens that they held when it was made.
-
-        A block of a quantized layer that was sealed since gives what its bytes say.
-        """
+        """Whether the blocks still hold the tokens of the view, sealed since or not."""
         return self._version == self.group.manager.version
 
     def check_current(self) -> None:
@@ -120,8 +108,7 @@ class StoredKV:
         return apply(keys, _IN_GRAPH, wanted), apply(values, _IN_GRAPH, wanted)
 
 
-_IN_GRAPH = torch.empty(0, requires_grad=True)
-"""Makes the result of a function part of a graph, whether its other arguments are or not."""
+_IN_GRAPH = torch.empty(0, requires_grad=True)  # makes the result of a function part of a graph
 
 
 class _Cached(torch.autograd.Function):

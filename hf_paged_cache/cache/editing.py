@@ -278,7 +278,7 @@ class CacheTools(HostContract):
 
     def _introduce(self) -> None:
         """Tell those of it who find a cache by other ways than its name."""
-        self._number = graph_operator.register(self)  # type: ignore[arg-type]  # a cache has the method
+        self._number = graph_operator.register(self)
         reference = weakref.ref(self)
 
         def announce() -> None:
@@ -294,7 +294,7 @@ class CacheTools(HostContract):
         state = self._state
         state.take(None)
         state.pull()
-        if state.is_open and state.rows.is_next_in_any_layer():
+        if state.is_open and any(map(state.rows.is_next, state.rows.behind())):
             raise PagedCacheError(f"{method}: a forward is in progress; call it when the model has returned")
         return state
 

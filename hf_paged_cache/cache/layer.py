@@ -101,15 +101,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         key_states, value_states = as_attended(key_states), as_attended(value_states)
         if torch.compiler.is_compiling():
             if state.traits.can_be_static and state.would_be_static(key_states.device):
-                return compiled_step.update_static(
-                    state.layer_groups.static_of(self.layer_idx) if state.rows.batch else None,
-                    self.layer_idx,
-                    key_states,
-                    value_states,
-                    is_interrupted=state.has_open_step,
-                    is_attended=state.is_attended(),
-                    wants_gradients=state.rows.gradients_from is not None,
-                )
+                return compiled_step.update_static(state, self.layer_idx, key_states, value_states)
             return self._update_between_graphs(key_states, value_states)  # type: ignore[no-any-return]
         if state.is_static and state.rows.tokens[self.layer_idx] == state.rows.end:
             state.pull()

@@ -47,33 +47,16 @@ class Outside(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """What is known of a model for good.
+    """What is known of a model for good."""
 
-    Attributes:
-        is_encoder_decoder: It has an encoder, so that this may be the cache of its cross-attention.
-        has_outside_state: It keeps a recurrent state in itself, where nobody can take it back.
-        chunk_fault: Why it cannot take several new tokens at once after a history; None if it can.
-        can_be_static: Whether its layers and the settings allow compiled steps.
-    """
-
-    is_encoder_decoder: bool = False
-    has_outside_state: bool = False
-    chunk_fault: str | None = None
-    can_be_static: bool = False
+    is_encoder_decoder: bool = False  # so that this may be the cache of its cross-attention
+    has_outside_state: bool = False  # a recurrent state in the model itself, where nobody can take it back
+    chunk_fault: str | None = None  # why it cannot take several new tokens after a history; None if it can
+    can_be_static: bool = False  # layers and settings allow compiled steps
 
 
 class Contents:
-    """Rows and blocks of one cache.
-
-    Attributes:
-        config: Settings.
-        traits: What is known of the model.
-        rows: What all layers hold alike. With static rows it is what they held at the last `pull`.
-        layer_groups: Layers that share block tables, all groups as one.
-        is_attended: Tells whether attention of this package reads the cache now.
-        has_masks: Somebody has asked how long masks have to be, as nobody does for cross-attention.
-        has_open_step: Some layer of static rows has yet to join the step in progress.
-    """
+    """Rows and blocks of one cache."""
 
     def __init__(
         self,
@@ -85,10 +68,11 @@ class Contents:
     ) -> None:
         self.config = config
         self.traits = traits
-        self.rows = Rows(specs)
+        self.rows = Rows(specs)  # with static rows, what layers held at the last `pull`
         self.layer_groups = LayerGroups(config, specs, max_positions)
-        self.is_attended = is_attended
-        self.has_masks = self.has_open_step = False
+        self.is_attended = is_attended  # tells whether attention of this package reads the cache now
+        self.has_masks = False  # somebody has asked how long they have to be: it is not for cross-attention
+        self.has_open_step = False  # some layer of static rows has yet to join the step in progress
         self.forget_user()
 
     @property
@@ -106,22 +90,18 @@ class Contents:
         """Whether steps can be compiled: every row has its blocks from the start."""
         return self.layer_groups.is_static
 
-    # --- changes --------------------------------------------------------------------------------------------
-
     def change(self, make: Callable[[], _T], outside: Outside | None = None) -> _T:
         """Make a change to rows and blocks, and outside, all of it or none; see `Store.change`."""
         return self.layer_groups.store.change(partial(self._save, outside), make)
 
     def _save(self, outside: Outside | None = None) -> Saved:
-        attributes, restore_rows, groups = dict(vars(self)), self.rows.save(), self.layer_groups.save()
-        restore_outside = None if outside is None else outside.save()
+        attributes, groups = dict(vars(self)), self.layer_groups.save()
+        parts = [self.rows.save(), groups.restore, *([] if outside is None else [outside.save()])]
 
         def restore() -> None:
             vars(self).update(attributes)
-            restore_rows()
-            groups.restore()
-            if restore_outside is not None:
-                restore_outside()
+            for restore_part in parts:
+                restore_part()
 
         return Saved(restore, groups.follow)
 
@@ -204,12 +184,8 @@ class Contents:
     ) -> None:
         """Cut every row down to its first `start` tokens, and put others behind them. Part of a change.
 
-        Where that fails after the cut, the first tokens are what is left.
-
-        Args:
-            start: Tokens that stay.
-            behind: For every layer that holds tokens its index, and K and V of those that come.
-            padding: What is to be remembered of padding then.
+        `behind` has the index of every layer that holds tokens, and K and V of those that come. Where that
+        fails after the cut, the first tokens are what is left.
         """
         _, keys, values = behind[0]
         rows, end = self.rows, start + keys.shape[2]
@@ -230,8 +206,6 @@ class Contents:
         would_be_static = self.would_be_static(new.shape.device)
         self.layer_groups.open_rows(new, keep_history=keep_history, would_be_static=would_be_static)
         self.rows.batch = new.batch
-
-    # --- copies ---------------------------------------------------------------------------------------------
 
     def fork(self) -> Self:
         """The same rows for another cache, by sharing their blocks."""
@@ -260,12 +234,10 @@ class Contents:
             rows.ids.commit(saved.input_ids, saved.input_ids.shape[1])
         return dict(vars(copied))
 
-    # --- static rows ----------------------------------------------------------------------------------------
-
     def pull(self) -> None:
         """Learn how far compiled steps have come; waits for the device. Nothing to do without static rows.
 
-        Raises PoolExhausted if they went on when rows were full, so that their last results are no numbers.
+        PoolExhausted if they went on when rows were full, so that their last results are no numbers.
         """
         if not (self.is_static and self.rows.batch):
             return

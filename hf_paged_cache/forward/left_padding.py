@@ -1,8 +1,7 @@
 """Tokens that masks hide: what of them is not stored, and how the rows that have some go on.
 
-A batch of prompts is padded on the left, and the mask of every forward hides the padding. It is not stored.
-A row that ends before the others is filled up, and the mask of the next turn hides the filler, in its midst.
-
+A batch of prompts is padded on the left: the mask of every forward hides that, and it is not stored. A row
+that ends before the others is filled up, and the mask of the next turn hides the filler, in its midst.
 What is cached of a token was computed under the mask of its own forward, so later masks are held against it:
 
 - What a mask has hidden stays hidden, or the forward is refused: tokens behind it were computed without it.
@@ -37,41 +36,27 @@ if TYPE_CHECKING:
     from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.pool_tensors import NewTokens
 
-_HIDDEN = -1e4
-"""What an additive mask adds to a score that is not to count, or less."""
+_HIDDEN = -1e4  # an additive mask adds this or less to a score that is not to count
 
 
 class NotedMask(NamedTuple):
-    """The mask `[batch, tokens]` of a forward, nonzero where a token is real, as the mask function gets it.
+    """The mask of a forward, as the mask function gets it."""
 
-    None if all are. `start` tokens per row are cached before it.
-    """
-
-    start: int
+    start: int  # tokens per row that are cached before it
     new_tokens: int
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None  # `[batch, tokens]`, nonzero where a token is real; None if all are
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What is known of a forward before its K and V are stored.
+    """What is known of a forward before its K and V are stored."""
 
-    Attributes:
-        start: Tokens per row that are cached.
-        end: Tokens per row with the new ones.
-        batch: Rows.
-        mask: `[batch, end or more]`, nonzero where a token is real; None if all are, or nothing is known.
-        is_mask_known: Whether it is known.
-        is_noted: Whether that came from the mask function.
-        call: What the stack says of it.
-    """
-
-    start: int
-    end: int
+    start: int  # tokens per row that are cached
+    end: int  # with the new ones
     batch: int
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None  # `[batch, end or more]`, nonzero where real; None: all, or unknown
     is_mask_known: bool
-    is_noted: bool
+    is_noted: bool  # by the mask function
     call: ModelCall
 
     @classmethod
@@ -99,31 +84,24 @@ class Forward:
 
     def positions(self) -> torch.Tensor | None:
         """Where they stand, `[batch, new tokens]` on the CPU; None if the model does not say it like this."""
-        given = self.call.position_ids
-        if given is None or given.dim() != 2 or given.shape[1] != self.end - self.start:
+        given, new_tokens = self.call.position_ids, self.end - self.start
+        if given is None or given.shape not in ((1, new_tokens), (self.batch, new_tokens)):
             return None
-        return given.cpu().expand(self.batch, -1) if given.shape[0] in (1, self.batch) else None
+        return given.cpu().expand(self.batch, -1)
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What a cache remembers of the tokens that masks have hidden. Never changed, but replaced.
+    """What a cache remembers of the tokens that masks have hidden. Never changed, but replaced."""
 
-    Attributes:
-        tokens: Of every row, how many of its first tokens are padding; empty if no row begins with any.
-        is_left_out: Whether they have no K and V; if not, all of them are stored.
-        runs: Of every row, the tokens that the last mask has shown; empty if no mask is known.
-        end: Tokens per row that `runs` tell of. Those after it went on as the last of them did.
-        root: The `generate` that goes on by itself now: every row has a token of its, or follows one. None
-            if the last forward that was looked at was a plain one.
-        is_settled: Whether the first forward after the fill, or after rows were changed, has been looked at.
-    """
-
-    tokens: tuple[int, ...] = ()
-    is_left_out: bool = False
-    runs: tuple[tuple[Run, ...], ...] = ()
-    end: int = 0
+    tokens: tuple[int, ...] = ()  # leading padding of every row; empty if no row begins with any
+    is_left_out: bool = False  # it has no K and V; otherwise all of it is stored
+    runs: tuple[tuple[Run, ...], ...] = ()  # what the last mask showed of every row; empty: no mask is known
+    end: int = 0  # tokens per row that `runs` tell of; those after it went on as the last of them did
+    # The `generate` that goes on by itself now: every row has a token of its, or follows one. None if the
+    # last forward that was looked at was a plain one.
     root: Frame | None = field(default=None, compare=False)
+    # The first forward after the fill, or after rows were changed, has been looked at.
     is_settled: bool = field(default=False, compare=False)
 
     @property
@@ -134,14 +112,7 @@ class Padding:
     def looks_at(
         self, call: ModelCall, new_tokens: int, device: torch.device, *, is_all_shown: bool = False
     ) -> bool:
-        """Whether a forward after the first is to be looked at, see `after`.
-
-        Args:
-            call: What the stack says of it.
-            new_tokens: That it brings.
-            device: Where its mask and positions may have to be fetched from.
-            is_all_shown: Whether it is known to have no mask.
-        """
+        """Whether `after` is to look at a later forward, of which mask and positions lie on a device."""
         if not (self.tokens or self.runs):
             return False
         if call.root == self.root:
@@ -170,19 +141,17 @@ class Padding:
         """What is to be remembered when a forward is stored.
 
         Padding need not be stored where `leaves_out`. Where the stack alone tells of the mask, it is.
-
-        Raises:
-            CacheMismatchError: The mask shows what an earlier one hid, or positions of a row of which some
-                tokens are hidden do not go on where they ended.
+        CacheMismatchError if the mask shows what an earlier one hid, or if positions of a row of which some
+        tokens are hidden do not go on where they ended.
         """
         known = self
         if not forward.start:
             if not forward.is_mask_known:
                 return NO_PADDING
-            known = Padding(runs=((),) * forward.batch)
-            tokens = () if forward.mask is None else _leading(forward.real())
-            if any(tokens):
-                known = replace(known, tokens=tokens, is_left_out=leaves_out and forward.is_noted)
+            tokens = _leading(forward.real())
+            tokens = tokens if any(tokens) else ()
+            is_left_out = bool(tokens) and leaves_out and forward.is_noted
+            known = Padding(tokens, is_left_out, ((),) * forward.batch)
         elif forward.batch != len(self.runs or self.tokens):
             return self  # it is refused elsewhere
         elif self.tokens:
@@ -198,12 +167,8 @@ class Padding:
 
         Where the answer lies on a GPU, only forwards are asked that are looked at, see `after`.
         """
-        if not any(self.unstored):
-            return
         mask = noted.mask
-        if mask is None:
-            raise self._unhidden("came without a mask that hides it")
-        if mask.is_cpu or self.looks_at(call, noted.new_tokens, mask.device):
+        if mask is None or mask.is_cpu or self.looks_at(call, noted.new_tokens, mask.device):
             self._check_hidden(mask)
 
     def by_row(self, rows: int) -> list[tuple[int, tuple[Run, ...]]]:
@@ -258,16 +223,11 @@ class Padding:
     def _check_call(self, forward: Forward) -> None:
         """Look at the mask of a forward that is known from the stack alone."""
         call, mask = forward.call, forward.call.attention_mask
-        if not any(self.unstored) or not call.forward.is_known:
-            return
-        if call.is_without_mask:
-            raise self._unhidden("came without a mask that hides it")
-        if mask is None or mask.shape[-1] < forward.end:
-            return
-        if mask.dim() == 4:  # the newest query is no padding
+        if mask is not None and mask.dim() == 4:  # the newest query is no padding
             newest = mask[:, :, -1]
             mask = newest.any(1) if mask.dtype == torch.bool else (newest > _HIDDEN).any(1)
-        if mask.dim() == 2:
+        is_whole = mask is not None and mask.dim() == 2 and mask.shape[1] >= forward.end
+        if call.forward.is_known and (is_whole or call.is_without_mask):
             self._check_hidden(mask)
 
     def _with(self, forward: Forward) -> Padding:
@@ -286,9 +246,8 @@ class Padding:
 
     def _is_next(self, forward: Forward, positions: torch.Tensor | None) -> bool:
         """Whether every row gets one token, and it is the one that follows."""
-        if forward.end - forward.start > 1 or not forward.start:
-            return False
-        if not all(runs and runs[-1].end == self.end for runs in self.runs):
+        is_one = forward.end - forward.start == 1 and forward.start > 0
+        if not is_one or not all(runs and runs[-1].end == self.end for runs in self.runs):
             return False
         expected = [runs[-1].next_position for runs in self._up_to(forward.start).runs]
         found = [None] * len(expected) if positions is None else positions[:, 0].tolist()
@@ -312,10 +271,10 @@ class Padding:
             and all(sum(run.end - run.start for run in runs) == self.end for runs in self.runs)
         ):
             return self
-        shown = forward.shown(0, forward.start)
-        if self._is_shown_by(shown):
+        shown, before = forward.shown(0, forward.start), self._shown(forward.start)
+        if torch.equal(shown, before):
             return self
-        again = (shown & ~self._shown(forward.start)).nonzero().tolist()
+        again = (shown & ~before).nonzero().tolist()
         if again:
             row, first = again[0]
             raise CacheMismatchError(
@@ -336,21 +295,6 @@ class Padding:
             for runs in self.runs
         )
         return replace(self, runs=runs, end=start)
-
-    def _is_shown_by(self, mask: torch.Tensor) -> bool:
-        """Whether a boolean mask `[batch, tokens]` shows what the last one did.
-
-        Every step of a padded batch asks, so nothing is made here that is as long as its rows.
-        """
-        for row, runs in zip(mask, self._up_to(mask.shape[1]).runs, strict=True):
-            hidden = 0
-            for run in runs:
-                if row[hidden : run.start].any() or not row[run.start : run.end].all():
-                    return False
-                hidden = run.end
-            if row[hidden:].any():
-                return False
-        return True
 
     def _shown(self, tokens: int) -> torch.Tensor:
         """Which of the first tokens, `end` or more, the last mask showed, boolean `[batch, tokens]`."""
@@ -381,7 +325,12 @@ class Padding:
         newly_hidden = sum(min(run.end, last) - min(run.start, last) for run in before) - shown
         raise discontinuous(row, expected, first.position, newly_hidden, forward.call.is_generating)
 
-    def _check_hidden(self, mask: torch.Tensor) -> None:
+    def _check_hidden(self, mask: torch.Tensor | None) -> None:
+        """Raise CacheMismatchError if a mask `[batch, tokens]`, or none, shows what is not stored."""
+        if not any(self.unstored):
+            return
+        if mask is None:
+            raise self._unhidden("came without a mask that hides it")
         shown = mask[:, : max(self.unstored)].to("cpu", torch.bool)
         places = torch.arange(shown.shape[1])
         if shown.shape[0] != len(self.unstored) and 1 not in (shown.shape[0], len(self.unstored)):

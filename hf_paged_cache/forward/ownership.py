@@ -21,23 +21,16 @@ Owner = Weights | SavedWeights
 
 @dataclass(slots=True)
 class Caller:
-    """The calls that have used a cache last. Taking a change back leaves them.
+    """The calls that have used a cache last. Taking a change back leaves them."""
 
-    Attributes:
-        user: The outermost.
-        checked: That whose weights were looked at.
-    """
-
-    user: Frame | None = None
-    checked: Frame | None = None
+    user: Frame | None = None  # the outermost
+    checked: Frame | None = None  # the last whose weights were looked at
 
     def check_thread(self, *, is_open: bool) -> None:
         """Raise CacheMismatchError if another thread is using the cache, whose last step may be open."""
         user = self.user
-        if user is None or user.is_here or not user.is_running():
-            return
-        if not user.is_known and not is_open:
-            return  # nobody knows, but no forward is in progress
+        if user is None or user.is_here or not user.is_running() or not (user.is_known or is_open):
+            return  # at the last nobody knows, but no forward is in progress
         raise CacheMismatchError(
             "a forward or `generate` in another thread is using this cache, and one cache serves one thread "
             "at a time. Give every thread its own: `cache.fork()` shares what is cached so far, "
@@ -59,11 +52,7 @@ def check_reading(call: ModelCall, *, is_warm: bool) -> None:
 
 
 def owner_after(owner: Owner | None, call: ModelCall, tokens: int) -> Owner | None:
-    """Whose weights the contents of a cache are of, when a call has added to so many cached tokens.
-
-    Raises:
-        CacheMismatchError: Others computed them than the `owner` whose they are so far, if that is known.
-    """
+    """Whose weights a cache is of when a call adds to its tokens; CacheMismatchError if of other ones."""
     whole = None if call.whole is None else call.whole()
     if whole is None:
         return owner if tokens else None
@@ -75,11 +64,7 @@ def owner_after(owner: Owner | None, call: ModelCall, tokens: int) -> Owner | No
 
 
 def check_prompt(owner: Owner | None, model: torch.nn.Module | None, tokens: int) -> None:
-    """Refuse a model before its prompt is met, so that nothing is taken back for it.
-
-    Raises:
-        CacheMismatchError: Other weights computed the cached tokens.
-    """
+    """CacheMismatchError before a model's prompt is met, if other weights computed the cached tokens."""
     if model is not None:
         _checked(owner, model, model, tokens)
 

@@ -11,14 +11,11 @@ from hf_paged_cache.errors import CacheMismatchError
 
 
 class Run(NamedTuple):
-    """The tokens `start … end - 1` of a row, neighbours in place and position.
-
-    `position` is that of the first one; None if the model does not say it.
-    """
+    """The tokens `start … end - 1` of a row, neighbours in place and position."""
 
     start: int
     end: int
-    position: int | None
+    position: int | None  # of the first one; None if the model does not say it
 
     @property
     def next_position(self) -> int | None:

@@ -2,8 +2,7 @@
 
 Recurrent states and the inputs of convolutions are overwritten by every forward. A forward that fails
 halfway has moved some of them on and others not, so they are saved when a forward begins, and put back if it
-turns out not to have come to its end. Nobody says that a forward begins or ends; a look at the stack tells,
-whenever the cache is used (see `running_forward`).
+turns out not to have come to its end.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 from hf_paged_cache.host import architectures
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 from .ownership import check_reading
 from .token_ids import UncountedText
@@ -27,18 +27,12 @@ if TYPE_CHECKING:
 
 
 class HostStates:
-    """The objects of the host in one cache: whole layers, and what layers over blocks have beside them.
-
-    Args:
-        state: What the paged layers of the cache share.
-        hosts: Layer index -> object. All of them empty.
-        fixed: Layers that a forward need not touch: they hold something else than the tokens, or nothing.
-    """
+    """The objects of the host in one cache: whole layers, and what layers over blocks have beside them."""
 
     def __init__(self, state: CacheState, hosts: Mapping[int, Any], fixed: Collection[int]) -> None:
-        self.fixed = set(fixed)
+        self.fixed = set(fixed)  # layers that hold something else than the tokens of a forward, or nothing
         self._state = state
-        self._hosts = dict(hosts)
+        self._hosts = dict(hosts)  # layer index -> object, empty yet
         self._text = UncountedText()
         self._empty = Undo()
         self._save_into(self._empty)
@@ -68,7 +62,7 @@ class HostStates:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(_bytes_of(vars(host)) for host in self.all)
+        return sum(tensor.nbytes for tensor in plain_tensors([vars(host) for host in self.all]))
 
     @property
     def batch(self) -> int:
@@ -80,13 +74,8 @@ class HostStates:
         """Tokens of the longest layer that counts them."""
         return max(map(_length, self.all), default=0)
 
-    # --- forwards -------------------------------------------------------------------------------------------
-
     def enter(self, write: Hashable | None = None) -> None:
-        """Note that the cache is used; if that is the first thing a forward does, save what it will change.
-
-        For `write` see `Step.goes_on`.
-        """
+        """Note a use (`Step.goes_on`); if it is the first of a forward, save what that will change."""
         if torch.compiler.is_compiling():
             self._enter_between_graphs(write)
         elif (call := self._state.next_call(write)) is not None:
@@ -127,8 +116,6 @@ class HostStates:
         for host in self.all:
             undo.save(host, clone=architectures.is_linear(host))
 
-    # --- between forwards -----------------------------------------------------------------------------------
-
     def select(self, rows: Sequence[int]) -> None:
         """Make the rows copies of the given old rows; their number may change."""
         index = torch.tensor(rows)
@@ -139,8 +126,7 @@ class HostStates:
                 continue
             # Its own methods look at keys that are empty here, and forget positions up to transformers 5.17.
             for name, dim in (("indexer_keys", 0), ("indexer_position_ids", 1)):
-                tensor = getattr(host, name, None)
-                if tensor is not None:
+                if (tensor := getattr(host, name, None)) is not None:
                     setattr(host, name, tensor.index_select(dim, index.to(tensor.device)))
 
     def save(self) -> Restore:
@@ -234,9 +220,3 @@ def _by_row(host: Any) -> list[torch.Tensor]:
     else:
         found = [getattr(host, name, None) for name in ("indexer_keys", "keys")]
     return [states for states in found if isinstance(states, torch.Tensor) and states.numel()]
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(map(_bytes_of, value.values()))
-    return value.nbytes if isinstance(value, torch.Tensor) else 0

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from hf_paged_cache.errors import CacheMismatchError, PagedCacheError
 
 from .left_padding import NO_PADDING
@@ -19,34 +21,20 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """What all layers of a cache hold alike.
-
-    Attributes:
-        batch: Rows, or 0 before the first update and after a reset.
-        tokens: Layer index -> tokens that this layer holds of every row, in the order of writing.
-        start: Tokens of every row before the step in progress (or the last one).
-        end: Tokens of every row when that step is complete.
-        ids: Ids of the stored tokens, as far as they are known.
-        padding: What is remembered of tokens that masks hide.
-        record_past: Window layers keep what they would drop, so that `crop` can bring it back.
-        gradients_from: First stored token whose K or V wanted a gradient when it came; None if there is none.
-        owner: Whose weights computed what is stored; None if that is not known.
-        equal_rows: Rows of prompts so far that were stored by reference to an equal one.
-        is_lost: See `check_lost`; only a reset helps.
-    """
+    """What all layers of a cache hold alike."""
 
     def __init__(self, layers: Iterable[int]) -> None:
-        self.batch = 0
-        self.tokens = dict.fromkeys(layers, 0)
-        self.start = 0
-        self.end = 0
+        self.batch = 0  # rows; none before the first update and after a reset
+        self.tokens = dict.fromkeys(layers, 0)  # layer index -> tokens it holds, in the order of writing
+        self.start = 0  # tokens of every row before the step in progress (or the last one)
+        self.end = 0  # tokens of every row when that step is complete
         self.ids = TokenIds()
         self.padding: Padding = NO_PADDING
-        self.record_past = False
-        self.gradients_from: int | None = None
-        self.owner: Owner | None = None
-        self.equal_rows = 0
-        self.is_lost = False
+        self.record_past = False  # window layers keep what they would drop, so that `crop` can bring it back
+        self.gradients_from: int | None = None  # first token whose K or V wanted a gradient when it came
+        self.owner: Owner | None = None  # whose weights computed what is stored, if that is known
+        self.equal_rows = 0  # rows of prompts so far that were stored by reference to an equal one
+        self.is_lost = False  # see `check_lost`; only a reset helps
         self._last_written: int | None = None
 
     def begin(self, start: int, end: int, padding: Padding) -> None:
@@ -67,22 +55,15 @@ class Rows:
         """Whether a layer has yet to join a step in progress."""
         return self.tokens[layer_idx] == self.start < self.end
 
-    def is_next_in_any_layer(self) -> bool:
-        """Whether some layer has yet to join a step in progress."""
-        return any(self.is_next(index) for index in self.behind())
-
     def behind(self) -> list[int]:
         """The layers that have not come as far as the last step.
 
         Layers that a model never writes hold nothing; layers after the last one written were not reached.
         """
         order = list(self.tokens)
-        reached = 0 if self._last_written is None else order.index(self._last_written) + 1
-        return [
-            index
-            for place, index in enumerate(order)
-            if self.tokens[index] != self.end and (self.tokens[index] or place >= reached > 0)
-        ]
+        missed = [] if self._last_written is None else order[order.index(self._last_written) + 1 :]
+        held = self.tokens
+        return [index for index in order if held[index] != self.end and (held[index] or index in missed)]
 
     def crop(self, num_tokens: int) -> None:
         """Keep the first tokens of every row, more than none."""
@@ -156,3 +137,37 @@ class Rows:
             f"layers hold {sorted(set(self.tokens.values()))} tokens, but the last step ended at {self.end}"
         )
         assert self.ids.count <= self.end, "ids are known of tokens that are not stored"
+
+
+class EqualRows:
+    """Neighbouring rows that have brought the same K and V to every layer so far.
+
+    Judged by the K and V themselves, to the bit: ids may be the same under other masks, and are not always
+    known. Most batches are done with after a look at one token of the first layer.
+    """
+
+    def __init__(self) -> None:
+        self._is_like_previous: list[bool] = []  # of the rows after the first
+
+    def begin(self, rows: int) -> None:
+        """Take all of so many rows for the same until a layer shows otherwise; 0 gives up looking."""
+        self._is_like_previous = [True] * (rows - 1)
+
+    def compare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Look at what a layer gets, `[batch, kv_heads, tokens, head_dim]`."""
+        if not self._is_like_previous:
+            return  # as at every decode step
+        for states in (key_states[:, :, -1:], key_states, value_states):
+            if not any(self._is_like_previous):
+                return
+            same = (states[1:] == states[:-1]).flatten(1).all(dim=1).tolist()
+            self._is_like_previous = [a and b for a, b in zip(self._is_like_previous, same, strict=True)]
+
+    def sources(self, padding: Sequence[object]) -> list[int] | None:
+        """For every row the first one that is the same; None if no two are. Equal rows agree in padding."""
+        if not any(self._is_like_previous):
+            return None
+        rows = [0]
+        for row, is_like in enumerate(self._is_like_previous, start=1):
+            rows.append(rows[-1] if is_like and padding[row] == padding[row - 1] else row)
+        return rows

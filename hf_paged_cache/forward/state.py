@@ -17,9 +17,9 @@ from hf_paged_cache.host import running_forward
 from hf_paged_cache.kernels import dispatch
 
 from .contents import Contents
-from .equal_rows import EqualRows
 from .left_padding import NotedMask
 from .ownership import Caller, check_reading, owner_after
+from .rows import EqualRows
 from .step import Step, no_new_tokens
 from .weights import Weights
 
@@ -33,29 +33,18 @@ if TYPE_CHECKING:
 
 
 class CacheState(Contents):
-    """The shared part of a cache. Layers hold it; it holds no layer.
+    """The shared part of a cache. Layers hold it; it holds no layer."""
 
-    Attributes:
-        step: The forward in progress, or the last one as long as somebody has to look at how it ended.
-    """
-
-    step: Step | None
-    _noted: NotedMask | None
+    step: Step | None  # the forward in progress, or the last one while somebody has to look at how it ended
+    _noted: NotedMask | None  # the mask of a forward of which no layer has written yet
 
     @property
     def is_open(self) -> bool:
         """Whether the tokens of a step have come to some layers and not to all."""
         return self.step is not None and self.step.is_open
 
-    # --- the step -------------------------------------------------------------------------------------------
-
     def next_call(self, write: Hashable | None) -> ModelCall | None:
-        """Note a use of what lies outside the blocks; for `write` see `Step.goes_on`.
-
-        Returns:
-            The call whose first use of the cache it is, for which `open_step` is to be called; None if it is
-            part of the step in progress, or no forward at all.
-        """
+        """Note a use of what lies outside the blocks; return the call for which `open_step` is to follow."""
         if self.step is not None and self.step.goes_on(write):
             self.step.writes.add(write)
             return None
@@ -68,22 +57,19 @@ class CacheState(Contents):
 
     def open_step(self, call: ModelCall, write: Hashable | None, undo: Undo) -> None:
         """Begin a step that changes objects outside the blocks, which `undo` has saved."""
-        left = self.step  # a round of a loop without a model that did not come to all layers
-        is_read_only, ids = call.use_cache is False, call.input_ids
-        step = Step(call.forward, self.rows.end, is_read_only, undo=undo, writes={write}, ids=ids)
-        if left is not None and not call.forward.is_known:
-            step.missing, step.padding = left.missing, left.padding
+        step = Step(call.forward, self.rows.end, call.use_cache is False)
+        step.undo, step.writes, step.ids = undo, {write}, call.input_ids
+        if self.step is not None and not call.forward.is_known:
+            # A round of a loop without a model that did not come to all layers.
+            step.missing, step.padding = self.step.missing, self.step.padding
         self.step = step
 
     def begin_step(self, layer_idx: int, new: NewTokens) -> None:
-        """Reserve room for the new tokens in every group, all or nothing.
+        """Reserve room for the new tokens in every group; whatever is raised, nothing was written or changed.
 
-        Raises:
-            CacheMismatchError: The layers do not advance together, another thread uses the cache, or the mask
-                shows what was hidden, or positions of rows with hidden tokens do not go on.
-            PoolExhausted: Too few blocks. Nothing was written, nothing changed.
-            QuantizationError: The guard found K of a layer unfit for its format. Nothing changed.
-            UnstorableValueError: An earlier step gave a quantized layer on a GPU what cannot be stored.
+        CacheMismatchError if the layers do not advance together, another thread uses the cache, or the mask
+        or positions do not go on; PoolExhausted if there are too few blocks; QuantizationError if the guard
+        found K of a layer unfit; UnstorableValueError of an earlier step of a quantized layer on a GPU.
         """
         call = running_forward.current()
         self.take(call)
@@ -128,10 +114,8 @@ class CacheState(Contents):
             if self.is_open:
                 self.abort_step()
             raise self.rows.unlike(layer_idx, start)
-        behind = self.rows.behind() if start and self.is_open else []
-        if behind:
-            first = behind[0]
-            held = tokens[first]
+        if start and self.is_open and (behind := self.rows.behind()):
+            first, held = behind[0], tokens[behind[0]]
             self.abort_step()
             raise CacheMismatchError(
                 f"layer {layer_idx} is written again while layer {first} holds {held} tokens per row, not "
@@ -147,23 +131,15 @@ class CacheState(Contents):
         keep_history = rows.record_past or is_read_only
         if not rows.batch:
             self.open_rows(new, keep_history=keep_history)
-        keep = partial(self.layer_groups.store.keep, self._save)
+        let_go = partial(self.layer_groups.store.keep, self._save) if start else lambda: None
         self.layer_groups.reserve(
-            start,
-            new.count,
-            keep_history=keep_history,
-            padding=padding.unstored,
-            let_go=keep if start else lambda: None,
+            start, new.count, keep_history=keep_history, padding=padding.unstored, let_go=let_go
         )
         if step is None or (step.is_open and step.undo is None):  # the layers that it lacks never come
             step = Step(call.forward, start)
-        self.step = replace(
-            step,
-            forward=call.forward,
-            is_read_only=is_read_only,
-            missing=len(rows.tokens),
-            padding=rows.padding,
-        )
+        step = replace(step, forward=call.forward, is_read_only=is_read_only)
+        step.missing, step.padding = len(rows.tokens), rows.padding
+        self.step = step
         rows.begin(start, start + new.count, padding)
         self.has_open_step = self.is_static
         self._equal_rows.begin(rows.batch if not start and not self.is_static else 0)
@@ -173,16 +149,12 @@ class CacheState(Contents):
         self.layer_groups.set_step(self.step)
 
     def join_step(self, layer_idx: int) -> None:
-        """Let a layer write to the step in progress.
-
-        Somebody may go on with a step whose forward has failed, as cross-attention does. Until then other
-        caches of the pool could replace its tensors, and from now on they cannot.
-        """
+        """Let a layer write to the step in progress, also if its forward has failed (cross-attention)."""
         step = self.step
         if step is None or not self.layer_groups.of(layer_idx).store.is_shared or not step.is_over:
             return
 
-        def make() -> None:
+        def make() -> None:  # until now other caches of the pool could replace its tensors
             step.forward = running_forward.current().forward
             for group in self.groups:
                 group.bind_again()
@@ -192,9 +164,8 @@ class CacheState(Contents):
     def write(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Store K and V `[batch, kv_heads, new tokens, head_dim]` of a layer that has a place.
 
-        Raises:
-            QuantizationError: The guard found the keys unfit for the layer's format.
-            UnstorableValueError: A quantized layer was given what cannot be stored.
+        QuantizationError if the guard found the keys unfit for the layer's format, UnstorableValueError if a
+        quantized layer was given what cannot be stored.
         """
         blocks, group, start = self.blocks[layer_idx], self.layer_groups.of(layer_idx), self.rows.start
         if blocks.records is not None and layer_idx in group.unguarded:
@@ -210,15 +181,13 @@ class CacheState(Contents):
         self.rows.written(layer_idx)
         step = self.step
         if step is not None and step.missing is not None:
-            step.missing -= 1
-            if not step.is_open:
+            if step.missing == 1 and not step.is_read_only:
                 self._share_equal_rows()
-                self._close_step(None if step.undo is None else replace(step, rows_before=None))
-        self.has_open_step = any(
-            self.rows.tokens[index] != self.rows.end
-            for group in self.layer_groups.static
-            for index in group.static_blocks
-        )
+                self._close_step(None if step.undo is None else replace(step, missing=0, rows_before=None))
+            else:
+                step.missing -= 1
+        static = (index for group in self.layer_groups.static for index in group.static_blocks)
+        self.has_open_step = any(self.rows.tokens[index] != self.rows.end for index in static)
 
     def _share_equal_rows(self) -> None:
         """Store rows of a prompt once that are the same in every layer."""
@@ -229,10 +198,10 @@ class CacheState(Contents):
 
     def _close_step(self, left: Step | None = None) -> None:
         """Nothing more is written by the step, of which `left` is still to be known."""
-        self.has_open_step = False
+        # At once: half of it would give rows back of a step that counts, or keep others.
+        self.step, self.has_open_step = left, False
         self.layer_groups.set_step(None)
         self._equal_rows.begin(0)
-        self.step = left  # at once: half of it would give rows back of a step that counts, or keep others
 
     def abort_step(self) -> None:
         """Take back the forward in progress, in every layer and outside the blocks."""
@@ -270,10 +239,7 @@ class CacheState(Contents):
         """See to what an interrupted change and an ended forward have left.
 
         A forward that has returned counts, also if it did not reach every layer. One that an exception left
-        before that, or that was only to read, is taken back.
-
-        Raises:
-            CacheMismatchError: Nobody can say which of both it was.
+        before that, or that was only to read, is taken back. CacheMismatchError if nobody can say which.
         """
         self.layer_groups.store.recover()
         step = self.step
@@ -292,14 +258,8 @@ class CacheState(Contents):
         else:
             self.abort_step()
 
-    # --- who uses it ----------------------------------------------------------------------------------------
-
     def take(self, call: ModelCall | None) -> None:
-        """Let this thread use the cache, on behalf of a call if there is one, and `settle`.
-
-        Raises:
-            CacheMismatchError: Another thread is using it.
-        """
+        """Let this thread use the cache, on behalf of a call or of none, and `settle`; see `check_thread`."""
         with self.layer_groups.store.lock:
             self.check_thread()
             if call is not None:
@@ -347,8 +307,6 @@ class CacheState(Contents):
     def _is_cross(self) -> bool:
         """Whether it holds the encoder's tokens, which come once and never change."""
         return self.traits.is_encoder_decoder and not self.has_masks
-
-    # --- rows -----------------------------------------------------------------------------------------------
 
     def spread_rows(self, count: int, outside: Outside) -> None:
         """Give the one row of the cache to so many, for the step that begins."""

@@ -33,29 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Step:
-    """A forward in progress, or one that has ended and nobody has looked at since.
+    """A forward in progress, or one that has ended and nobody has looked at since."""
 
-    Attributes:
-        forward: The forward, if it is one of a model; only then its end can be told.
-        start: Tokens of every row before it.
-        is_read_only: It was told `use_cache=False`, so that all it does goes when it ends.
-        missing: Layers that have yet to write its tokens; None before any has come.
-        padding: What was remembered of hidden tokens before it.
-        rows_before: Rows before it spread them over more; None if it has not.
-        undo: Takes back what it changes outside the blocks, None if that is nothing.
-        writes: What it has written outside the blocks, where it is no forward of a model.
-        ids: `[batch, tokens]` that it was given; None if it shows none.
-    """
-
-    forward: Frame
-    start: int
-    is_read_only: bool = False
-    missing: int | None = None
-    padding: Padding | None = None
-    rows_before: int | None = None
-    undo: Undo | None = None
-    writes: set[Hashable] = field(default_factory=set)
-    ids: torch.Tensor | None = None
+    forward: Frame  # known if it is one of a model; only then its end can be told
+    start: int  # tokens of every row before it
+    is_read_only: bool = False  # it was told `use_cache=False`, so that all it does goes when it ends
+    missing: int | None = None  # layers that have yet to write its tokens; None before any has come
+    padding: Padding | None = None  # what was remembered of hidden tokens before it
+    rows_before: int | None = None  # rows before it spread them over more; None if it has not
+    undo: Undo | None = None  # takes back what it changes outside the blocks, None if that is nothing
+    writes: set[Hashable] = field(default_factory=set)  # outside the blocks, where it is no model's forward
+    ids: torch.Tensor | None = None  # `[batch, tokens]` that it was given; None if it shows none
 
     @property
     def is_open(self) -> bool:
@@ -68,18 +56,13 @@ class Step:
         return self.forward.is_known and not self.forward.is_running()
 
     def has_returned(self) -> bool | None:
-        """Whether its forward, which is over, has come to its end; None if it cannot be told.
-
-        Of a loop without a model no more is known than that it went on.
-        """
+        """Whether its forward, which is over, came to its end, as a loop without a model; None if unknown."""
         return self.forward.has_returned() if self.forward.is_known else True
 
     def goes_on(self, write: Hashable | None) -> bool:
-        """Whether a use of the cache now is part of it.
+        """Whether a use of the cache now, to `write` something or to read (None), is part of it.
 
-        Args:
-            write: What is written, for callers that are no forward of a model: the same thing written once
-                more means the next round. None for a read.
+        From callers that are no forward of a model the same thing written once more is the next round.
         """
         if self.forward.is_known:
             return not self.is_over
@@ -90,8 +73,7 @@ class Step:
         what = "it cannot be told whether the last forward failed"
         if self.is_open:
             what = (
-                f"the last forward did not reach {self.missing} of the layers, and it cannot be told whether "
-                "it was to end there or failed"
+                f"the last forward did not reach {self.missing} of the layers, and {what} or was to end there"
             )
         return CacheMismatchError(f"{what}. Call `cache.reset()`, and start from the prompt")
 

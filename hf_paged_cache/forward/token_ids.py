@@ -17,27 +17,21 @@ if TYPE_CHECKING:
     from hf_paged_cache.host.running_forward import ModelCall
     from hf_paged_cache.store.window_store import Restore
 
-_BEGINNING = 16
-"""Tokens that tell one text from another."""
-Ids = npt.NDArray[Any]
-"""`[rows, tokens]`, on the host like all bookkeeping."""
+_BEGINNING = 16  # tokens that tell one text from another
+Ids = npt.NDArray[Any]  # `[rows, tokens]`, on the host like all bookkeeping
 
 
 class TokenIds:
-    """The ids of the first tokens of every row.
+    """The ids of the first tokens of every row, from forwards that fed them, and from whoever calls `commit`.
 
-    They come from the forwards that fed them, where those show their ids, and from whoever calls `commit`.
     Once a forward shows none (embeddings, or ids that would have to be fetched from a device), later ones
     are not noted either: what is known is always a beginning.
-
-    Attributes:
-        count: Tokens of every row whose ids are known.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # tokens of every row whose ids are known
         self._ids = np.empty((0, 0), dtype=np.int64)
-        self._prompt: Ids | None = None
+        self._prompt: Ids | None = None  # of the `generate` in progress, with tokens that are yet to come
 
     @property
     def known(self) -> torch.Tensor:
@@ -111,7 +105,7 @@ class TokenIds:
         self._put(ids[:, :length].detach().cpu().numpy(), 0, length)
 
     def forget_prompt(self) -> None:
-        """What a prompt has told is of no forward but those of its `generate`."""
+        """A prompt tells of no forward but those of its `generate`."""
         self._prompt = None
 
     def crop(self, count: int) -> None:
@@ -131,14 +125,12 @@ class TokenIds:
         return lambda: vars(self).update(attributes)
 
     def copy(self) -> TokenIds:
-        """The same for another cache."""
+        """The same for another cache, but for what was cropped, and what a prompt says of tokens to come."""
         copied = TokenIds()
-        if self.count:
-            copied._put(self._ids[:, : self.count], 0, self.count)
+        copied._put(self._ids[:, : self.count], 0, self.count)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenIds:
-        """As `copy`: what was cropped, or a prompt says of tokens to come, stays behind."""
         return self.copy()
 
     def _put(self, ids: Ids, start: int, end: int) -> None:
@@ -155,8 +147,7 @@ class TokenIds:
 class UncountedText:
     """What models without attention have been fed: their caches have no length that says what is new.
 
-    `generate` feeds all of a prompt then. New ids alone are right; a whole conversation, its beginning
-    included, would be fed once more, after itself.
+    `generate` feeds all of a prompt then, which is right for new ids alone, and not for a whole conversation.
     """
 
     def __init__(self) -> None:
@@ -169,10 +160,9 @@ class UncountedText:
         ids, held = call.input_ids, self._ids
         if ids is None or held is None or not call.is_generating or call.root == self._root:
             return
-        if ids.shape[0] != held.shape[0] or not 1 < self._count <= ids.shape[1]:
-            return
+        is_as_long = ids.shape[0] == held.shape[0] and 1 < self._count <= ids.shape[1]
         known = held[:, : self._count]
-        if torch.equal(ids[:, : known.shape[1]], known.to(ids.device)):
+        if is_as_long and torch.equal(ids[:, : known.shape[1]], known.to(ids.device)):
             raise CacheMismatchError(
                 f"the prompt of {ids.shape[1]} tokens begins as the {self._count} that the cache was fed "
                 "already do, and the cache of a model without attention does not know which are new. Pass "

@@ -1,26 +1,22 @@
 """The weights that computed what a cache holds.
 
 K and V of a token depend on all that ran before them: embeddings, every earlier layer, adapters. So they
-belong to a whole model, and what is remembered of it are facts, no values: which tensor objects it has, where
-their memory lies, how many writes torch has counted in each, and how many steps of optimizers, of which the
-fused ones do not count as writes. Parameters count, and buffers that a checkpoint holds; a buffer that is
-made anew from the config (as those of rotary embeddings) does not, nor does a single integer, which counts
-something. Of adapters it is which are active, disabled, or merged, and with what scale, as `peft` names it.
+belong to a whole model, of which facts are remembered, no values: its tensor objects, where their memory is,
+the writes that torch has counted in each, and steps of optimizers (fused ones are no counted writes).
+Parameters count, and buffers that a checkpoint holds, but for single integers, which count something. Of
+adapters it is which are active, disabled, or merged, and with what scale, as `peft` names it.
 
 Not seen: writes through `tensor.data` into memory that stays in place, or by code that torch does not know;
-weights that are changed while others keep them for a model (offloading hooks, FSDP, ZeRO), since those are
-new tensors in every forward, or their layers convert them at the first; activity of adapters that is told to
-a forward alone.
-
-Buffers that are written while a call of the host runs that the cache takes part in are that call's own
-writing (running statistics), and no other weights.
+weights that others keep for a model (offloading hooks, FSDP, ZeRO) and are new tensors in every forward, or
+that their layers convert at the first; activity of adapters that is told to a forward alone. What a call of
+the host that uses the cache writes into buffers while it runs (running statistics) is its own.
 
 Refused although K and V would be right: more tokens in the embeddings, a model that was moved to another
 device and back, and persistent buffers that a forward writes before it asks the cache how long masks are, or
 that one writes which fails or has another cache.
 
-A saved cache knows names, shapes, dtypes, and a digest of a few values of every plain tensor. They are read
-when it is saved, and when a model uses it for the first time.
+A saved cache knows names, shapes, dtypes, and a digest of a few values of every plain tensor, read when it is
+saved, and when a model uses it for the first time.
 """
 
 from __future__ import annotations
@@ -44,37 +40,23 @@ from hf_paged_cache.store.saved import SavedWeight, SavedWeights
 
 _WATCH = "_hf_paged_cache_watch"
 _SAMPLES = 16
-_MOVING_HOOKS = {"CpuOffload", "LayerwiseCastingHook"}
-"""Hooks of accelerate that always move weights; others say so."""
+_MOVING_HOOKS = {"CpuOffload", "LayerwiseCastingHook"}  # of accelerate: always move weights; others say so
+# Packages whose layers bring their weights into another form at their first forward.
 _CONVERTING = {"bitsandbytes", "gptqmodel", "auto_gptq", "awq"}
-"""Packages whose layers bring their weights into another form at their first forward."""
-_address = torch.Tensor.data_ptr
-_version = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """What is known of one tensor of a model.
+    """What is known of one tensor of a model."""
 
-    Attributes:
-        name: As in `named_parameters`; inner tensors of a subclass have that of the whole.
-        shape: Its shape.
-        dtype: Its dtype.
-        is_buffer: Whether it is a buffer, or part of one.
-        tensor: The tensor, if it still lives; None if others put it there for the time of a forward.
-        address: Of its memory; 0 if it has none, or none of its own.
-        version: Writes that torch has counted; None for an inference tensor.
-        steps: Of optimizers, since models are looked at.
-    """
-
-    name: str
+    name: str  # as in `named_parameters`; inner tensors of a subclass have that of the whole
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_buffer: bool
-    tensor: weakref.ref[torch.Tensor] | None = None
-    address: int = 0
-    version: int | None = None
-    steps: int = 0
+    is_buffer: bool  # or part of one
+    tensor: weakref.ref[torch.Tensor] | None = None  # None if others put it there for the time of a forward
+    address: int = 0  # of its memory; 0 if it has none, or none of its own
+    version: int | None = None  # writes that torch has counted; None for an inference tensor
+    steps: int = 0  # of optimizers, since models are looked at
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, *, is_moved: bool, is_buffer: bool) -> _Weight:
@@ -117,21 +99,13 @@ class _Weight:
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """The facts about a model's weights at one time.
-
-    Attributes:
-        model: The model, if it still lives.
-        modules: Identities of its modules then.
-        tensors: Its parameters and saved buffers, in the order of its modules. Copies share this list.
-        adapters: Of every module with adapters, which of them do what.
-        has_buffers: Whether buffers count among the tensors.
-    """
+    """The facts about a model's weights at one time."""
 
     model: weakref.ref[torch.nn.Module]
-    modules: frozenset[int]
-    tensors: list[_Weight]
-    adapters: tuple[Any, ...]
-    has_buffers: bool
+    modules: frozenset[int]  # identities of its modules then
+    tensors: list[_Weight]  # parameters and saved buffers, in the order of modules; copies share this list
+    adapters: tuple[Any, ...]  # of every module with adapters, which of them do what
+    has_buffers: bool  # among the tensors
 
     def difference(self, now: Weights) -> str | None:
         """What has changed since; None if nothing has."""
@@ -154,14 +128,15 @@ class Weights:
 
     def take_in_buffers(self) -> None:
         """Let what was written into buffers until now be no change: a call of the model has done it."""
-        model = self.model()
-        now = self if model is None else weights_of(model)
+        if (model := self.model()) is None:
+            return
+        now = weights_of(model)
         if len(now.tensors) == len(self.tensors):
             self.tensors[:] = [
                 after if after.is_buffer and after.name == before.name else before
                 for before, after in zip(self.tensors, now.tensors, strict=True)
             ]
-        if model is not None and self.difference(now) is None:
+        if self.difference(now) is None:
             vars(model)[_WATCH].weights = self  # other caches of the model hold it too
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
@@ -203,14 +178,9 @@ def weights_of(model: torch.nn.Module) -> Weights:
 
 
 _ALL = 0
+# Identity of a parameter -> steps that optimizers have taken with it; under `_ALL` the steps of all.
 _steps: Counter[int] = Counter()
-"""Identity of a parameter -> steps that optimizers have taken with it; under `_ALL` the steps of all."""
-
-
-@cache
-def _listen() -> None:
-    """Count the steps of optimizers from now on."""
-    register_optimizer_step_post_hook(_count_step)
+_listen = cache(register_optimizer_step_post_hook)  # once for each listener
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -219,23 +189,18 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 class _Watch:
-    """Tells at little cost whether the weights of a model are still what they were.
-
-    It lies in the model itself. It keeps the dicts of its modules, but of what is in them identities only, so
-    that a tensor which is replaced is free at once.
-    """
+    """Tells at little cost whether the weights of a model, in which it lies, are still what they were."""
 
     def __init__(self, model: torch.nn.Module, before: Weights | None) -> None:
-        _listen()
+        _listen(_count_step)
         self.model = weakref.ref(model)
-        survey = _Survey()
-        survey.visit(model, "", is_moved=False)
+        survey = _Survey(model)
         adapted = [weakref.ref(module) for module in survey.modules if _adapters_of(module) is not None]
         counted = [weight.tensor for weight in survey.weights if weight.version is not None]
         placed = [weight.tensor for weight in survey.weights if weight.address]
         self._watched: list[tuple[Callable[[Any], Any], list[Any]]] = [
-            (_version, counted),
-            (_address, placed),
+            (attrgetter("_version"), counted),
+            (torch.Tensor.data_ptr, placed),
             (_adapters_of, adapted),
         ]
         self._before = self._now()
@@ -248,6 +213,7 @@ class _Watch:
         self._gone: list[object] = []
         self._modules = [weakref.ref(module, self._gone.append) for module in survey.modules]
         self._dicts = [each.values() for module in survey.modules for each in _dicts_of(module)]
+        # Identities only, so that a tensor which is replaced is free at once.
         self._members = list(map(id, chain.from_iterable(self._dicts)))
 
     def is_unchanged(self) -> bool:
@@ -266,13 +232,11 @@ class _Watch:
         return [list(map(fact, [each() for each in references])) for fact, references in self._watched]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch | None:
-        """That of a copy of the model, which looks anew, and finds what copies of caches know of it.
-
-        By now all that the model consists of has its copy; the caches may come before it or after.
-        """
+        """That of a copy of the model, which looks anew, and finds what copies of caches know of it."""
         model = self.model()
         if model is None:
             return None
+        # All parts of the model have their copies by now; the caches may come before it or after.
         with torch._C.DisableTorchFunctionSubclass():
             weights = copy.deepcopy(weights_of(model), memo)
             weights.move_to_copy(memo)
@@ -289,25 +253,22 @@ class _Watch:
 class _Survey:
     """What a model consists of: itself and the modules below it, and the tensors that count."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.modules: list[torch.nn.Module] = []
         self.weights: list[_Weight] = []
         self._seen: set[int] = set()
+        self._visit(model, "", is_moved=False)
 
-    def visit(
+    def _visit(
         self, module: torch.nn.Module, name: str, *, is_moved: bool, keys: frozenset[str] | None = None
     ) -> None:
-        """Take in a module whose tensors' names begin with `name`.
-
-        `is_moved` if others move the weights of a module around it; `keys` are the only members that count.
-        """
+        """Take in a module, all of it or the members `keys`; `is_moved` as of a module around it."""
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
         self.modules.append(module)
         is_moved = is_moved or _is_moved(module)
         converts = type(module).__module__.partition(".")[0] in _CONVERTING
-        transient = module._non_persistent_buffers_set
         # FSDP and others put plain tensors there.
         given: dict[str, torch.Tensor | None] = {**module._parameters}
         for key, tensor in given.items():
@@ -317,14 +278,17 @@ class _Survey:
                 is_lent = is_lent or hasattr(tensor, "ds_id")
                 self._add(tensor, name + key, is_moved=is_moved or is_lent, converts=converts)
         for key, tensor in module._buffers.items():
-            if tensor is not None and key not in transient and not _is_count(tensor):
+            if tensor is None or key in module._non_persistent_buffers_set:
+                continue
+            is_count = tensor.numel() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
+            if not is_count:
                 self._add(tensor, name + key, is_moved=is_moved, converts=converts, is_buffer=True)
         adapters = _adapters_of(module)
         for key, child in module._modules.items():
             if child is not None and (keys is None or key in keys):
                 is_choice = adapters is not None and key in getattr(module, "adapter_layer_names", ())
                 chosen = frozenset(adapters.active) if adapters is not None and is_choice else None
-                self.visit(child, f"{name}{key}.", is_moved=is_moved, keys=chosen)
+                self._visit(child, f"{name}{key}.", is_moved=is_moved, keys=chosen)
 
     def _add(
         self, tensor: torch.Tensor, name: str, *, is_moved: bool, converts: bool, is_buffer: bool = False
@@ -344,7 +308,7 @@ class _Survey:
 
 
 class _Adapters(NamedTuple):
-    """What the adapters of one module do."""
+    """What the adapters of one module do, as `peft` and `loralib` say it."""
 
     active: tuple[str, ...]
     merged: tuple[str, ...]
@@ -352,7 +316,7 @@ class _Adapters(NamedTuple):
 
 
 def _adapters_of(module: torch.nn.Module) -> _Adapters | None:
-    """As `peft` and `loralib` say it; None for a module without any."""
+    """Those of a module; None for one without any."""
     is_disabled, is_merged = _attribute(module, "disable_adapters"), _attribute(module, "merged")
     if not isinstance(is_disabled, bool) and not isinstance(is_merged, bool):
         return None
@@ -361,11 +325,8 @@ def _adapters_of(module: torch.nn.Module) -> _Adapters | None:
     merged = tuple(_attribute(module, "merged_adapters") or ()) or ((str(is_merged),) if is_merged else ())
     scaling = _attribute(module, "scaling")
     scales = scaling.items() if isinstance(scaling, dict) else [("", scaling)]
-    return _Adapters(
-        active,
-        merged,
-        tuple((k, s) for k, s in scales if isinstance(s, int | float) and (k in active or not k)),
-    )
+    counted = ((k, s) for k, s in scales if isinstance(s, int | float) and (k in active or not k))
+    return _Adapters(active, merged, tuple(counted))
 
 
 def _attribute(module: torch.nn.Module, name: str) -> Any:
@@ -388,16 +349,8 @@ def _is_moved(module: torch.nn.Module) -> bool:
 
 def _dicts_of(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
     """Where a module keeps what counts, as far as there is any."""
-    if module._parameters:
-        yield module._parameters
-    if not module._non_persistent_buffers_set.issuperset(module._buffers):
-        yield module._buffers
-    if module._modules:
-        yield module._modules
-
-
-def _is_count(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1 and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    has_saved = not module._non_persistent_buffers_set.issuperset(module._buffers)
+    return filter(None, (module._parameters, module._buffers if has_saved else {}, module._modules))
 
 
 def _address_of(tensor: torch.Tensor) -> int:

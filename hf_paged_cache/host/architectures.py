@@ -32,20 +32,13 @@ class LayerSpec:
 
     The shapes are hints: they size pools and gather layers of one shape into one pool. What a layer really
     stores is read from the first K and V it gets.
-
-    Attributes:
-        layer_type: The config's name for the layer's kind, e.g. `full_attention`.
-        window: Tokens a query sees, itself included (sliding and chunked attention), or None.
-        kv_heads: Heads of K and V, None if the config does not say.
-        head_dim: Width of one head, None if the config does not say.
-        is_paged: Whether its K and V lie in blocks; otherwise the layer is one of the host's own class.
     """
 
-    layer_type: str
-    window: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    is_paged: bool = True
+    layer_type: str  # the config's name for the layer's kind, e.g. `full_attention`
+    window: int | None = None  # tokens a query sees, itself included (sliding and chunked attention)
+    kv_heads: int | None = None  # None if the config does not say
+    head_dim: int | None = None  # the same
+    is_paged: bool = True  # K and V lie in blocks; otherwise the layer is one of the host's own class
 
 
 _HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
@@ -54,6 +47,7 @@ _PAGED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_HYBRID
 """Classes of the host whose K and V lie in blocks here. A class derived from one of them may do anything with
 its K and V, so it is none of them."""
 
+_POSITION_FREE = ("bloom", "t5", "mt5", "umt5", "switch_transformers", "longt5")
 _OWN_CACHES = {
     "minimax": "it insists on its own MiniMaxCache",
     "openai-gpt": "its forward takes no cache",
@@ -63,12 +57,14 @@ _OWN_CACHES = {
     "xlstm": "it keeps its own xLSTMCache",
 }
 
+# Kinds of layers that keep nothing: they stand for a place in the model.
 EMPTY_LAYER_TYPES = ("dummy", "moe", "mlp")
-"""Kinds of layers that keep nothing: they stand for a place in the model."""
-
+# Model types whose `attention_mask` leaves out the conditioning in front, which is in the cache.
+SHORT_MASKS = ("musicgen_melody", "musicgen_melody_decoder")
 _ONE_TOKEN_STATE = (
     "its recurrent state is read only when a single token is fed, so several new ones start from zero"
 )
+# Model types that go wrong when several new tokens meet a history, whatever the cache, and why.
 _CHUNK_FAULTS = {
     "blt": "it makes masks for the new tokens alone",
     "cpmant": "it feeds its own prompt tokens again, and they are in the cache already",
@@ -82,22 +78,15 @@ _CHUNK_FAULTS = {
     "voxtral_realtime": "its audio encoder has a cache of its own, which `generate` does not hand on",
     "xlm": "it makes masks for the new tokens alone",
 }
-"""Model types that go wrong when several new tokens meet a history, whatever the cache, and why."""
 
 
 def layer_specs(config: PreTrainedConfig) -> list[tuple[LayerSpec, dict[str, Any]]]:
-    """What the config says of each cache layer: its spec, and arguments for the host's own layer class.
-
-    Raises:
-        UnsupportedLayerError: The model keeps a cache of its own, or has a layer kind that nobody here can
-            store.
-    """
+    """What the config says of each cache layer: its spec, and arguments for the host's own layer class."""
     decoder = config.get_text_config(decoder=True)
     for model_type in (config.model_type, decoder.model_type):
-        if model_type in _OWN_CACHES:
+        if reason := _OWN_CACHES.get(model_type):
             raise UnsupportedLayerError(
-                f"PagedCache cannot serve models of type {model_type!r}: {_OWN_CACHES[model_type]}. Use the "
-                "model's default"
+                f"PagedCache cannot serve models of type {model_type!r}: {reason}. Use the model's default"
             )
     if has_outside_state(config) and getattr(decoder, "layer_types", None) is None:
         raise UnsupportedLayerError(
@@ -161,11 +150,6 @@ def write_order(config: PreTrainedConfig, count: int) -> list[int]:
     return [*range(last), *range(count - repeated, count), *range(last, count - repeated)]
 
 
-def has_short_masks(config: object) -> bool:
-    """Whether a model's `attention_mask` leaves out the conditioning in front, which is in the cache."""
-    return getattr(config, "model_type", None) in ("musicgen_melody", "musicgen_melody_decoder")
-
-
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Longest sequence the model was made for, if its config says."""
     decoder = config.get_text_config(decoder=True)
@@ -196,12 +180,8 @@ def can_crop(layer: object) -> bool:
 
     A class derived from those of the host keeps more than they do, so it needs a `crop` of its own.
     """
-    for cls in type(layer).__mro__:
-        if cls in _PAGED:
-            return cls is type(layer)
-        if "crop" in vars(cls):
-            return True
-    return False
+    own = next((cls for cls in type(layer).__mro__ if cls in _PAGED or "crop" in vars(cls)), None)
+    return own is type(layer) or own not in (None, *_PAGED)
 
 
 def _repeated_layers(decoder: PreTrainedConfig) -> list[int]:
@@ -213,10 +193,9 @@ def _repeated_layers(decoder: PreTrainedConfig) -> list[int]:
 
 
 def _head_shapes(decoder: PreTrainedConfig, count: int) -> list[tuple[int | None, int | None]]:
-    configs = [decoder] * count
-    if getattr(decoder, "is_heterogeneous", False):
-        # Read as a whole, such a config raises for what differs between its layers.
-        configs = [decoder.per_layer_config[index] for index in range(count)]
+    # Read as a whole, a heterogeneous config raises for what differs between its layers.
+    is_mixed = getattr(decoder, "is_heterogeneous", False)
+    configs = [decoder.per_layer_config[index] if is_mixed else decoder for index in range(count)]
     names = ("num_key_value_heads", "num_attention_heads")
     return [(next(_ints_of(c, *names), None), next(_ints_of(c, "head_dim"), None)) for c in configs]
 
@@ -224,9 +203,6 @@ def _head_shapes(decoder: PreTrainedConfig, count: int) -> list[tuple[int | None
 def _ints_of(config: PreTrainedConfig, *names: str) -> Iterator[int]:
     values = (getattr(config, name, None) for name in names)
     return (value for value in values if isinstance(value, int))
-
-
-_POSITION_FREE = ("bloom", "t5", "mt5", "umt5", "switch_transformers", "longt5")
 
 
 def why_keys_have_positions(config: PreTrainedConfig) -> str | None:

@@ -25,6 +25,8 @@ from . import VERSION
 from .frames import module_of
 
 _CROP_KEEPS_WHEN_POSITIVE = Version("5.18") > VERSION
+_IMPLEMENTATION = "_attn_implementation_internal"
+_eager_functions: dict[type, Callable[..., Any]] = {}  # of modules
 
 
 def resolve_config(config_or_model: object) -> tuple[PreTrainedConfig, torch.nn.Module | None]:
@@ -55,10 +57,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 
 def tokens_to_remove(argument: int, length: int) -> int:
-    """What `crop(argument)` means in the installed version: tokens to take from a cache of `length` tokens.
-
-    PagedCacheError for a positive number where that has none.
-    """
+    """How many of `length` tokens `crop(argument)` removes in the installed version, or PagedCacheError."""
     argument = int(argument)  # 5.17 passes a tensor
     if argument <= 0:
         return -argument
@@ -78,10 +77,7 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
 @cache
 def call_before_continuous_batching(prepare: Callable[[torch.nn.Module], None]) -> None:
-    """Let a function see a model before the host's continuous batching takes it. Again changes nothing.
-
-    That serves the implementations it knows by name, and asks nobody about others.
-    """
+    """Show a function a model before continuous batching takes it, which knows implementations by name."""
     manager: Any = ContinuousBatchingManager
     switch = manager.switch_to_cb_friendly_attn
 
@@ -93,19 +89,13 @@ def call_before_continuous_batching(prepare: Callable[[torch.nn.Module], None]) 
     manager.switch_to_cb_friendly_attn = prepared
 
 
-_IMPLEMENTATION = "_attn_implementation_internal"
-
-
 def set_implementation(config: PreTrainedConfig, implementation: str | None) -> None:
     """Change the attention implementation of one config, and of none inside it."""
     setattr(config, _IMPLEMENTATION, implementation)
 
 
 def pickle_with(config_class: type, plain_name: Callable[[str], str]) -> None:
-    """Pickle configs of a class under the implementation's plain name, as the host saves them to JSON.
-
-    Another process may not know ours. Copies within this one keep it.
-    """
+    """Pickle configs of a class under a plain name: another process may not know ours. Copies keep it."""
 
     def reduce(config: Any) -> Any:
         make, arguments, state, *rest = config.__reduce_ex__(2)
@@ -115,9 +105,6 @@ def pickle_with(config_class: type, plain_name: Callable[[str], str]) -> None:
         return make, arguments, state, *rest
 
     copyreg.pickle(config_class, reduce)
-
-
-_eager_functions: dict[type, Callable[..., Any]] = {}
 
 
 def attention_function(implementation: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -140,10 +127,9 @@ def attention_function(implementation: str, module: torch.nn.Module) -> Callable
 
 
 def wants_weights(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Whether somebody will read the weights that the attention function of a module returns.
+    """Whether somebody will read the weights that a module's attention function, given `kwargs`, returns.
 
-    The host records them with hooks on its modules, and most of its modules are not told so. Other people's
-    hooks see them too. `kwargs` are what the module passes to the attention function.
+    The host records them with hooks on its modules, most of which are not told so. Other hooks see them too.
     """
     if kwargs.get("output_attentions"):
         return True
@@ -172,8 +158,8 @@ def is_plain_causal(mask_function: object) -> bool:
 def attention_configs(config_or_model: object) -> Iterator[tuple[PreTrainedConfig, str]]:
     """The configs that attention layers read their implementation from, each with its modeling file.
 
-    With a model these are the configs its attention modules hold (an encoder-decoder gives its decoder a copy
-    that the model's own config does not lead to); with a config alone, that config's text part.
+    These are what attention modules of a model hold (the decoder of an encoder-decoder has a copy, to which
+    the model's own config does not lead); of a config alone it is the text part.
     """
     config, model = resolve_config(config_or_model)
     if model is None:

@@ -37,16 +37,12 @@ def module_of(frame: FrameType) -> str:
 
 
 class Frame:
-    """A function call of some thread; no reference to its frame, so that nothing is kept alive.
-
-    Attributes:
-        is_known: Whether it is a function call; otherwise it is the thread as a whole.
-    """
+    """A function call of some thread; no reference to its frame, so that nothing is kept alive."""
 
     __slots__ = ("_afterwards", "_caller", "_frame_id", "_has_returned", "_mark", "_thread", "is_known")
 
     def __init__(self, frame: FrameType | None) -> None:
-        self.is_known = frame is not None
+        self.is_known = frame is not None  # otherwise it is the thread as a whole
         self._thread, self._frame_id = threading.get_ident(), id(frame)
         self._caller = None if frame is None else _position(frame.f_back)
         self._has_returned: bool | None = None
@@ -82,12 +78,10 @@ class Frame:
         top = sys._getframe(1) if self.is_here else sys._current_frames().get(self._thread)
         if not self.is_known:
             return top is not None
-        for frame in stack(top):
-            if id(frame) == self._frame_id:
-                # The next call of the same function often gets the same memory.
-                mark = frame.f_locals.get(_MARK)
-                return mark is not None and mark.owner is self
-        return False
+        frame = next((frame for frame in stack(top) if id(frame) == self._frame_id), None)
+        # The next call of the same function often gets the same memory.
+        mark = None if frame is None else frame.f_locals.get(_MARK)
+        return mark is not None and mark.owner is self
 
     def has_returned(self) -> bool | None:
         """Whether the call, which is over, has returned, or an exception left it; None if nobody can say."""
@@ -100,22 +94,8 @@ class Frame:
         return self._has_returned
 
     def when_returned(self, do: Callable[[], None]) -> None:
-        """Have something done when the call returns, before its caller goes on. It must not raise.
-
-        Never, if there is no frame.
-        """
+        """Have something done when the call returns, before its caller goes on. It must not raise."""
         self._afterwards.append(do)
-
-    def _end(self, running: FrameType | None) -> None:
-        """The frame is gone, and another is running at that moment.
-
-        A frame that returns is cleared while its caller still stands at the call. One that an exception has
-        left lives on in the traceback, and by the time that goes its caller is elsewhere.
-        """
-        self._has_returned = _position(running) == self._caller
-        if self._has_returned:
-            for do in self._afterwards:
-                do()
 
 
 class _Mark:
@@ -128,8 +108,13 @@ class _Mark:
         owner._mark = weakref.ref(self)
 
     def __del__(self) -> None:
-        if self.owner is not None:
-            self.owner._end(sys._getframe(0).f_back)
+        if (owner := self.owner) is None:
+            return
+        # A frame that returns is cleared while its caller still stands at the call. One that an exception
+        # has left lives on in the traceback, and by the time that goes its caller is elsewhere.
+        owner._has_returned = _position(sys._getframe(0).f_back) == owner._caller
+        for do in owner._afterwards if owner._has_returned else ():
+            do()
 
 
 def _position(frame: FrameType | None) -> tuple[int, int] | None:

@@ -22,16 +22,15 @@ from .frames import module_of, stack
 
 _MODULES = "transformers.generation"
 
+# Given the tokens of a prompt, its ids and the model, if they are known: how many to feed.
 MeetPrompt = Callable[[int, torch.Tensor | None, torch.nn.Module | None], int]
-"""Given the tokens of a prompt, its ids and the model, if they are known: how many to feed."""
 
 
 class CachedLength(int):
     """A cache's length, which looks at what `generate` is about to slice from a prompt.
 
-    `generate` feeds the last `prompt length - cached length` tokens of a prompt. Where that is not positive,
-    as a Python slice it silently picks wrong tokens; and nothing says that the prompt begins with what is
-    cached.
+    It feeds the last `prompt length - cached length` tokens. Where that is not positive, as a Python slice it
+    silently picks wrong tokens; and nothing says that the prompt begins with what is cached.
     """
 
     _meet: weakref.WeakMethod[MeetPrompt]
@@ -54,9 +53,9 @@ class CachedLength(int):
         return int, (int(self),)
 
 
-def is_generate(frame: FrameType) -> bool:
-    """Whether the function that runs in a frame is `generate` of the host."""
-    return _is_of_generation(frame, "generate")
+def is_generation(frame: FrameType, name: str = "generate") -> bool:
+    """Whether the function that runs in a frame is `generate` of the host, or one beside it."""
+    return frame.f_code.co_name == name and module_of(frame).startswith(_MODULES)
 
 
 def generated_length() -> int | None:
@@ -65,7 +64,7 @@ def generated_length() -> int | None:
     None where there is none. Rows may hold more: a prompt given as embeddings, or what a cache held before.
     """
     for frame in stack(sys._getframe(1)):
-        if is_generate(frame):
+        if is_generation(frame):
             length = getattr(frame.f_locals.get("generation_config"), "max_length", None)
             return length if isinstance(length, int) else None
     return None
@@ -80,16 +79,13 @@ def drafts_feed_all_of() -> int | None:
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is EncoderDecoderCache.activate_past_recording.__code__:
         frame = frame.f_back
-    if frame is None or not _is_of_generation(frame, "_assisted_decoding"):
+    if frame is None or not is_generation(frame, "_assisted_decoding"):
         return None
     names = frame.f_locals
     ids, given = tensor_in(names, "input_ids"), names.get("model_kwargs", {})
+    tokens = None if ids is None else int(ids.shape[1])
     name = "attention_mask" if given.get("encoder_outputs") is None else "decoder_attention_mask"
-    mask = tensor_in(given, name)
-    if ids is None:
-        return None
-    tokens = int(ids.shape[1])
-    settings = names.get("generation_config")
+    mask, settings = tensor_in(given, name), names.get("generation_config")
     masked = getattr(settings, "_mask_length", tokens) if mask is None else mask.shape[1]
     return tokens if masked == tokens else None
 
@@ -98,7 +94,3 @@ def tensor_in(names: Mapping[str, Any], name: str) -> torch.Tensor | None:
     """The value of a variable, if it is a tensor."""
     value = names.get(name)
     return value if isinstance(value, torch.Tensor) else None
-
-
-def _is_of_generation(frame: FrameType, name: str) -> bool:
-    return frame.f_code.co_name == name and module_of(frame).startswith(_MODULES)

@@ -4,11 +4,9 @@ A cache is handed K and V layer by layer; nobody tells it when a forward begins 
 or whether the caller asked for `use_cache=False`. The frames of the host's own functions say it all: a
 forward is in progress as long as its frame is on the stack of its thread, and `frames.Frame` sees whether it
 returned or was left by an exception. Where there are no such frames (a loop that calls `cache.update` itself)
-nothing is known, and the cache goes by the order of the layers.
-
-Hooks of torch (`register_forward_pre_hook`, `register_forward_hook(always_call=True)`) would say when a
-forward begins and ends as well, but only of models that a cache was given, and not of `model.forward(...)`;
-they are seen by whoever compiles, copies or records a model; and they know nothing of `generate`.
+nothing is known, and the cache goes by the order of the layers. Hooks of torch would say it only of models
+that a cache was given, not of `model.forward(...)`, and nothing of `generate`; and they are seen by whoever
+compiles, copies or records a model.
 
 Of CPython this needs what `frames` lists, and two flags of a code object (`inspect.CO_VARARGS`,
 `CO_VARKEYWORDS`). Of the host, pinned by `tests/host/test_running_forward.py` where nothing else is named:
@@ -37,45 +35,30 @@ import torch
 from transformers import PreTrainedModel
 
 from .frames import Frame, module_of, stack
-from .generation import is_generate, tensor_in
+from .generation import is_generation, tensor_in
 
 _PACKAGE = __name__.partition(".")[0]
 _FILLS_IN_DEFAULTS = "merge_with_config_defaults.<locals>.wrapper"
 _TAKES_ANYTHING = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-_UPDATE_IN_GRAPH = "update_in_graph"
-"""The method by which a compiled forward reaches a cache."""
+_self_kinds: dict[CodeType, type[torch.nn.Module] | None] = {}
+_UPDATE_IN_GRAPH = "update_in_graph"  # the method by which a compiled forward reaches a cache
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """What the stack says of the call that brings K and V.
+    """What the stack says of the call that brings K and V."""
 
-    Attributes:
-        forward: The forward of the innermost model of the host, or what was compiled with that forward in it;
-            not known if there is none.
-        root: The outermost call of the host around it: `generate`, or the forward itself.
-        model: Whose forward it is, if that shows and it still lives.
-        whole: The outermost model that this forward is part of; where it is none of the host, the outermost
-            module.
-        use_cache: What that forward was given, but for a False that no caller gave; None if it does not show.
-        position_ids: `[batch or 1, tokens]`, as that forward has them after defaults are filled in; None if
-            it has none that its answer depends on.
-        attention_mask: What that forward has under this name, if it is a tensor.
-        is_without_mask: Whether that forward has the name, and nothing under it.
-        input_ids: `[batch, tokens]` as that forward has them; None if it was given embeddings.
-        is_generating: Whether `generate` is behind it.
-    """
-
+    # Of the innermost model of the host, or what was compiled with that forward in it; else not known.
     forward: Frame
-    root: Frame
-    model: weakref.ref[PreTrainedModel] | None
-    whole: weakref.ref[torch.nn.Module] | None
-    use_cache: bool | None
-    position_ids: torch.Tensor | None
-    attention_mask: torch.Tensor | None
-    is_without_mask: bool
-    input_ids: torch.Tensor | None
-    is_generating: bool
+    root: Frame  # the outermost call of the host around it: `generate`, or the forward itself
+    model: weakref.ref[PreTrainedModel] | None  # whose forward it is, if that shows
+    whole: weakref.ref[torch.nn.Module] | None  # the outermost model, or else module, around it
+    use_cache: bool | None  # as given, but for a False that no caller gave; None if it does not show
+    position_ids: torch.Tensor | None  # `[batch or 1, tokens]`; None if the answer does not depend on any
+    attention_mask: torch.Tensor | None  # what the forward has under this name, if it is a tensor
+    is_without_mask: bool  # the forward has the name, and nothing under it
+    input_ids: torch.Tensor | None  # `[batch, tokens]`; None if it was given embeddings
+    is_generating: bool  # `generate` is behind it
 
 
 def current() -> ModelCall:
@@ -89,7 +72,7 @@ def current() -> ModelCall:
                 inner, outer, root = inner or frame, frame, frame
             elif not is_in_graph:  # where modules are the compiler's
                 module = frame
-        elif is_generate(frame):
+        elif is_generation(frame):
             root, is_generating = frame, True
         elif name == _UPDATE_IN_GRAPH and _library_of(frame) == _PACKAGE:
             is_in_graph = True
@@ -119,9 +102,6 @@ def current() -> ModelCall:
     )
 
 
-_self_kinds: dict[CodeType, type[torch.nn.Module] | None] = {}
-
-
 def _self_kind(frame: FrameType) -> type[torch.nn.Module] | None:
     """Whether a function is a method of a model of the host, of another module, or of none."""
     code = frame.f_code
@@ -138,10 +118,7 @@ def _library_of(frame: FrameType) -> str:
 
 
 def _given_to(frame: FrameType) -> tuple[Any, dict[str, Any]]:
-    """The model and the named arguments that a function around its forward was called with.
-
-    A forward of the host has several such functions around it; compiled, only the outermost is seen to run.
-    """
+    """The model and named arguments given to a function around its forward (compiled, there is only one)."""
     names = frame.f_locals
     args, named = names.get("args", ()), dict(names.get("kwargs", ()))
     if "self" in names:
@@ -170,7 +147,7 @@ def _use_cache(frame: FrameType, model: Any, names: Mapping[str, Any], given: ob
     if value is not False:
         return value if isinstance(value, bool) else None
     for above in stack(frame.f_back):
-        if is_generate(above):
+        if is_generation(above):
             break
         code = above.f_code
         if code.co_name == "forward" and _self_kind(above) is PreTrainedModel:

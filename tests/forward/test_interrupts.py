@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedCache
+from hf_paged_cache.forward.rows import EqualRows
 from hf_paged_cache.kernels import dispatch
 from hf_paged_cache.store.store import Store
 from tests.forward.interrupts import ACTS, Act, Interrupted, Scene, interrupting, short_of_memory
@@ -124,6 +125,26 @@ def test_an_interrupt_as_a_step_has_just_been_opened_takes_it_back(statement: st
     cache.check_integrity()
     for tokens in (2, 1):
         assert torch.equal(feed(model, cache, ids(tokens, 1)), feed(model, control, ids(tokens, 1)))
+
+
+def test_an_interrupt_as_the_last_layer_has_written_takes_back_tokens_and_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = shared_model("llama")
+    cache, control = cache_of(model, "auto"), cache_of(model, "auto")
+    for one in (cache, control):
+        feed(model, one, ids(20, 1))
+
+    def interrupted(*args: object) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EqualRows, "sources", interrupted)
+        with pytest.raises(Interrupted):
+            feed(model, cache, ids(2, 3))
+    assert (cache.get_seq_length(), cache.stats().batch) == (20, 1)
+    cache.check_integrity()
+    assert torch.equal(feed(model, cache, ids(2, 1)), feed(model, control, ids(2, 1)))
 
 
 def test_a_drop_that_fails_while_tokens_are_moved_leaves_those_before(
