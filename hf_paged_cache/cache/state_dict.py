@@ -97,7 +97,8 @@ def load(state: CacheState, hosts: HostStates, layers: Sequence[Any], state_dict
 def _parsed(state: CacheState, hosts: HostStates, state_dict: object) -> SavedCache:
     """What a state dict says, if it is of a cache with the same layers and settings."""
     if not isinstance(state_dict, Mapping) or "version" not in state_dict:
-        raise PagedCacheError(f"state_dict must be a `cache.state_dict()`, got {type(state_dict).__name__}")
+        got = type(state_dict).__name__
+        raise PagedCacheError(f"state_dict must be what `cache.state_dict()` returned, got {got}")
     _require_same("version", VERSION, parse(int, state_dict["version"], "state_dict['version']"))
     saved: SavedCache = parse(SavedCache, dict(state_dict))
     _require_same("block_size", state.config.block_size, saved.settings.block_size)

@@ -27,7 +27,7 @@ class Suggestion:
     ```
 
     Attributes:
-        layer_dtypes: Layer index -> format, where it is not `kv_cache_dtype`, as the profile's own too.
+        layer_dtypes: Layer index -> format, where not `kv_cache_dtype`; those of the profile included.
         kl: KL(full precision || format) measured with them, in nats, mean over rows and decode steps.
         kl_before: Of the profile.
         target_kl: What was asked for; `kl` is at most that.

@@ -130,7 +130,7 @@ def bytes_per_token(cache: PagedCache) -> dict[int, float]:
     """Layer index -> bytes of K and V of one token in all heads, for layers that hold any."""
     found = {}
     for layer, blocks in sorted(cache._state.blocks.items()):
-        _, heads, block_size, head_dim = blocks.keys.shape
+        heads, block_size, head_dim = blocks.keys.shape[1:]
         plain = float((head_dim + blocks.values.shape[3]) * blocks.keys.dtype.itemsize)
         found[layer] = heads * (plain if blocks.form is None else blocks.form.nbytes / block_size)
     return found
