@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .tools.cli import main
+from .tools.cli import app
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -14,16 +14,13 @@ from hf_paged_cache.forward.left_padding import NO_PADDING
 
 from .layer import PagedLayer, PagedWindowLayer
 
-_IN_BLOCKS = ("keys", "values", "is_initialized")
-"""Attributes of what a layer has beside its blocks that blocks stand for."""
+_IN_BLOCKS = ("keys", "values", "is_initialized")  # attributes of a host part that blocks stand for
 
 
 def copy_into(paged: Any, other: Cache) -> None:
     """Store in an empty `PagedCache` what another cache holds.
 
-    Raises:
-        PagedCacheError: The other has other layers, keeps K and V that are not dense, or has dropped
-            tokens that a layer of this cache needs.
+    PagedCacheError if that has other layers, K and V that are not dense, or dropped tokens that are needed.
     """
     if isinstance(other, EncoderDecoderCache) or not isinstance(other, Cache):
         raise PagedCacheError(
@@ -37,7 +34,7 @@ def copy_into(paged: Any, other: Cache) -> None:
         raise PagedCacheError(
             f"the other cache has {there} layers, and the model {here}: it belongs to another model"
         )
-    pairs: list[tuple[Any, Any]] = list(zip(paged.layers, other.layers, strict=False))
+    pairs: list[tuple[Any, Any]] = [*zip(paged.layers, other.layers, strict=False)]
     found = [_states(index, mine, layer) for index, (mine, layer) in enumerate(pairs)]
     lengths = {
         index: 0 if states is None else states[0].shape[2]
@@ -73,8 +70,7 @@ def copy_into(paged: Any, other: Cache) -> None:
     for mine, layer in pairs:
         if not isinstance(mine, PagedLayer):
             _copy_attributes(mine, layer, mine)
-        elif hasattr(mine, "host_part"):
-            part = mine.host_part
+        elif (part := getattr(mine, "host_part", None)) is not None:
             _copy_attributes(part, getattr(layer, "host_part", layer), part, _IN_BLOCKS)
 
 
@@ -130,7 +126,7 @@ def _states(index: int, mine: Any, layer: Any) -> tuple[torch.Tensor, torch.Tens
         raise PagedCacheError(f"layer {index} is a {type(layer).__name__}; convert a DynamicCache instead")
     elif held < min(length, mine.sliding_window - 1 if isinstance(mine, PagedWindowLayer) else length):
         raise PagedCacheError(
-            f"layer {index} holds the last {held} of {length} tokens there, and more are needed here"
+            f"layer {index} holds the last {held} of {length} tokens there: too few for here"
         )
     return _padded(keys, length), _padded(values, length)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,10 +15,11 @@ from hf_paged_cache.attention import graph_operator
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.host import architectures, compat
 
-from .arguments import as_count
+from . import convert
 from .host_contract import HostContract
 from .layer import PagedLayer
 from .layers import PagedIndexedLayer
+from .state_dict import as_state_dict, load
 
 if TYPE_CHECKING:
     from hf_paged_cache.forward.state import CacheState
@@ -79,11 +81,9 @@ class CacheTools(HostContract):
         return copied
 
     def __enter__(self) -> Self:
-        """The cache itself; leaving the block resets it."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give all blocks back."""
         self.reset()
 
     def reset(self) -> None:
@@ -93,29 +93,22 @@ class CacheTools(HostContract):
 
     @classmethod
     def from_cache(cls, other: Cache, config_or_model: object, **settings: Any) -> Self:
-        """A paged cache with the contents of another one.
+        """A paged cache with the contents of another one; formats but `auto` encode what that holds.
 
         Args:
             other: A `DynamicCache`, a `StaticCache` without windows, or a `PagedCache` with other settings.
             config_or_model: The model that filled it, or its config.
             **settings: As for `PagedCache`.
 
-        Returns:
-            A new cache. Exact for `kv_cache_dtype="auto"`; other formats encode what the other cache holds.
-
         Raises:
             PagedCacheError: The other has layers that do not fit the model.
         """
-        from . import convert
-
         paged = cls(config_or_model, **settings)  # type: ignore[arg-type]  # of the class derived from this
         convert.copy_into(paged, other)
         return paged
 
     def to_dynamic_cache(self) -> DynamicCache:
         """A `DynamicCache` with the same contents, in dense tensors of its own."""
-        from . import convert
-
         self._settled("to_dynamic_cache")
         return convert.to_dynamic(self, self._config.get_text_config(decoder=True))
 
@@ -126,8 +119,6 @@ class CacheTools(HostContract):
         model with the same settings takes it in, bit for bit. Nothing is in it but this cache's own tokens;
         blocks that share a scale over many tokens keep it as it is after a crop into them.
         """
-        from .state_dict import as_state_dict
-
         return as_state_dict(self._movable("state_dict"), self._hosts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,17 +131,15 @@ class CacheTools(HostContract):
             PagedCacheError: They are of another model, of other settings, or damaged.
             PoolExhausted: They do not fit into the pool.
         """
-        from .state_dict import load
-
         load(self._movable("load_state_dict"), self._hosts, self.layers, state_dict)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row and give their blocks back.
 
         Bytes stay as they are. But K of `int4` and all of `int8_block` are encoded in whole blocks: what is
-        left of a block that was full has been rounded beside the tokens that went, and is rounded again when
-        the block is full again, each time by no more than the format's error. To ask several questions of
-        one text such that none moves the answer to another, ask a `fork()` of the cache for each.
+        left of a block has been rounded beside the tokens that went, and is rounded again when it is full
+        again, each time by no more than the format's error. To ask several questions of one text such that
+        none moves the answer to another, ask a `fork()` of the cache for each.
 
         Args:
             tokens_to_remove: Minus the number of tokens to remove; 0 is safe. As in the installed
@@ -161,7 +150,7 @@ class CacheTools(HostContract):
         """
         state = self._settled("crop")
         tokens = self._num_tokens
-        number = as_count("crop", "tokens_to_remove", tokens_to_remove)
+        number = _as_count("crop", "tokens_to_remove", tokens_to_remove)
         count = compat.tokens_to_remove(number, tokens)
         is_all = count >= tokens > 0
         state.check_crop(state.rows.end - count)
@@ -187,17 +176,16 @@ class CacheTools(HostContract):
         `truncate_to` goes by, and what prompts of `generate` are held against.
 
         Args:
-            input_ids: `[rows, tokens]`, at least as many tokens as are cached; what `generate` returned will
-                do.
+            input_ids: `[rows, tokens]`, at least as many tokens as are cached, as `generate` returns them.
 
         Raises:
             PagedCacheError: There are too few, or forwards have shown others.
         """
-        state = self._with_text("commit", input_ids)
-        state.rows.ids.commit(input_ids, state.rows.end)
+        rows = self._with_text("commit", input_ids).rows
+        rows.ids.commit(input_ids, rows.end)
 
     def truncate_to(self, input_ids: torch.Tensor) -> int:
-        """Keep the longest beginning that the cached text shares with `input_ids`; forget the rest.
+        """Keep the longest beginning that the cached text shares with `input_ids`; return its tokens per row.
 
         For edited or regenerated chats: afterwards `generate(input_ids, ...)` computes what is new. At least
         the last token of `input_ids` is left to be fed.
@@ -205,12 +193,8 @@ class CacheTools(HostContract):
         Args:
             input_ids: `[rows, tokens]`, the whole conversation.
 
-        Returns:
-            Tokens per row that are kept.
-
         Raises:
-            PagedCacheError: The ids of the cached tokens are not known, or a window layer no longer holds
-                what the shorter history needs.
+            PagedCacheError: The cached ids are not known, or a window no longer holds what is needed.
         """
         state = self._with_text("truncate_to", input_ids)
         if not input_ids.shape[1]:
@@ -237,16 +221,13 @@ class CacheTools(HostContract):
                 Nothing has changed. (An interrupt while they are written leaves the tokens before `start`.)
         """
         state = self._settled("prune")
-        start, end = as_count("prune", "start", start), as_count("prune", "end", end)
+        start, end = _as_count("prune", "start", start), _as_count("prune", "end", end)
         length = state.rows.end
         if not 0 <= start <= end <= length:
-            raise PagedCacheError(
-                f"prune({start}, {end}): expected 0 <= start <= end <= {length}, the tokens that are cached"
-            )
+            raise PagedCacheError(f"prune({start}, {end}): expected 0 <= start <= end <= {length} tokens")
         if start == end:
             return
-        reason = None if end == length else self._why_not_prune()
-        if reason is not None:
+        if end < length and (reason := self._why_not_prune()) is not None:
             raise PagedCacheError(
                 f"prune({start}, {end}) of {length} tokens: {reason}. `cache.crop({start - length})` forgets "
                 "everything from there on; feed what comes after again"
@@ -274,20 +255,12 @@ class CacheTools(HostContract):
     def _num_tokens(self) -> int:
         return self._state.rows.end or self._hosts.num_tokens
 
-    # --- inside ---------------------------------------------------------------------------------------------
-
     def _introduce(self) -> None:
         """Tell those of it who find a cache by other ways than its name."""
         self._number = graph_operator.register(self)
-        reference = weakref.ref(self)
-
-        def announce() -> None:
-            if (cache := reference()) is not None:
-                cache._enter_read()
-
         for layer in self.layers:
             if isinstance(layer, PagedIndexedLayer):
-                layer.announce_read = announce
+                layer.cache = weakref.ref(self)
 
     def _settled(self, method: str) -> CacheState:
         """The state, when no forward is in progress."""
@@ -330,3 +303,11 @@ class CacheTools(HostContract):
         if any(any(group.formats.values()) for group in state.groups):
             return "moving the tokens behind would encode them a second time"
         return architectures.why_keys_have_positions(self._config)
+
+
+def _as_count(method: str, argument: str, value: Any) -> int:
+    """A whole number, or PagedCacheError."""
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError, ValueError):
+        raise PagedCacheError(f"{method}: {argument} must be a whole number, got {value!r}") from None

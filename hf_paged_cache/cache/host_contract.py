@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_paged_cache.forward.state import CacheState
 
 
+# A DynamicCache, so that type checks of the host (`EncoderDecoderCache.crop`, Whisper) let it pass.
 class HostContract(DynamicCache):
     """The methods of `transformers.Cache` by which models reach what is not paged."""
 
@@ -46,11 +47,7 @@ class HostContract(DynamicCache):
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """Where models of transformers 5.17 keep the positions `[dims, batch, tokens]` of an indexer.
-
-        Raises:
-            AttributeError: There are none.
-        """
+        """Where models of transformers 5.17 keep the positions `[dims, batch, tokens]` of an indexer."""
         self._enter_read()
         positions: torch.Tensor | None = getattr(self._hosts.indexer, "indexer_position_ids", None)
         if positions is None:
@@ -66,11 +63,7 @@ class HostContract(DynamicCache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Take in the inputs of a convolution `[batch, channels, tokens]`; return those that it needs.
-
-        Raises:
-            CacheMismatchError: The model cannot take so many new tokens after a history.
-        """
+        """Take in the inputs of a convolution `[batch, channels, tokens]`; return those that it needs."""
         if self._hosts.can(layer_idx, "update_conv_state"):
             self._hosts.enter(("conv", layer_idx, state_idx))
             self._spread_rows(conv_states.shape[0])

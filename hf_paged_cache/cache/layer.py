@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from hf_paged_cache.kernels.call import LayerBlocks
 
 
-def _stored_side(side: int, name: str, doc: str) -> Any:
+def _stored_side(side: int, name: str) -> Any:
     """K or V of a layer, to be read: a property that refuses everything else."""
+    doc = f"""Stored {name} `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there are none.
+
+    Zeros stand for what is not stored: tokens outside a window, left padding.
+    """
 
     def read(layer: PagedLayer) -> torch.Tensor | None:
         views = layer._stored_views()
@@ -41,24 +45,29 @@ def _stored_side(side: int, name: str, doc: str) -> Any:
     return property(read, refuse, refuse, doc)
 
 
-def _refused(method: str) -> Any:
-    """A method that layers of the host have, where rows belong to the cache."""
+def refused(reason: str) -> Any:
+    """A method of the host that cannot be had, with the text of the PagedCacheError that calls get."""
 
-    def refuse(layer: PagedLayer, *args: object, **kwargs: object) -> NoReturn:
-        raise PagedCacheError(
-            f"`{method}` of a single layer: the layers of a PagedCache share their blocks; call "
-            f"`cache.{method}(...)`"
-        )
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise PagedCacheError(reason)
 
     return refuse
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
-    """A layer whose K and V lie in blocks.
+def _of_the_cache(method: str) -> Any:
+    return refused(
+        f"`{method}` of one layer: layers of a PagedCache share their blocks; call `cache.{method}(...)`"
+    )
 
-    Rows, lengths and blocks belong to the cache as a whole, so whatever changes them (`crop`, `reset`,
-    reordering) is called on the cache.
-    """
+
+UNMOVABLE = (
+    "the blocks of a PagedCache stay on the device of their layer. To save memory there, store fewer bits "
+    "(`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
+)
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
+    """A layer whose K and V lie in blocks. Rows belong to the cache: what changes them is called on that."""
 
     is_sliding = False
     is_croppable = True
@@ -85,18 +94,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         """Take a place in a pool for K `[batch, kv_heads, tokens, head_dim]` and V of these shapes."""
         if self.layer_idx not in self._state.blocks:
             if not _have_content(key_states, value_states):
-                self._raise_mismatch(key_states, value_states)
+                self._check(key_states, value_states)
             new = NewTokens.of(as_attended(key_states), as_attended(value_states))
             self._state.claim(self.layer_idx, new)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new K and V into blocks; return all that attention may see: as `PagedCache.update`.
-
-        They are views that become dense when touched; dense tensors where a gradient is wanted, or the
-        model's attention is none of this package.
-        """
+        """As `PagedCache.update`: views, but where a gradient is wanted, or paged attention is off."""
         state = self._state
         key_states, value_states = as_attended(key_states), as_attended(value_states)
         if torch.compiler.is_compiling():
@@ -205,17 +210,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     # --- what people read -----------------------------------------------------------------------------------
 
-    keys: torch.Tensor | None = _stored_side(
-        0,
-        "keys",
-        """Stored K `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there is none.
-
-        Zeros stand for what is not stored: tokens outside a window, left padding.
-        """,
-    )
-    values: torch.Tensor | None = _stored_side(
-        1, "values", "Stored V `[batch, kv_heads, tokens, v_head_dim]`, as `keys`."
-    )
+    keys: torch.Tensor | None = _stored_side(0, "keys")
+    values: torch.Tensor | None = _stored_side(1, "values")
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]  # an attribute in the host
@@ -247,21 +243,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
 
     # --- what belongs to the cache --------------------------------------------------------------------------
 
-    reset = _refused("reset")
-    crop = _refused("crop")
-    reorder_cache = _refused("reorder_cache")
-    batch_repeat_interleave = _refused("batch_repeat_interleave")
-    batch_select_indices = _refused("batch_select_indices")
-
-    def offload(self) -> None:
-        """Refused: blocks are not moved between devices."""
-        refuse_to_move("offload")
-
-    def prefetch(self) -> None:
-        """Refused: blocks are not moved between devices."""
-        refuse_to_move("prefetch")
-
-    # --- inside ---------------------------------------------------------------------------------------------
+    reset = _of_the_cache("reset")
+    crop = _of_the_cache("crop")
+    reorder_cache = _of_the_cache("reorder_cache")
+    batch_repeat_interleave = _of_the_cache("batch_repeat_interleave")
+    batch_select_indices = _of_the_cache("batch_select_indices")
+    offload = refused(f"`offload`: {UNMOVABLE}")
+    prefetch = refused(f"`prefetch`: {UNMOVABLE}")
 
     def _settle(self) -> None:
         """See to what an ended forward has left; steps over static rows are compiled whole, and refuse."""
@@ -287,12 +275,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
         tokens = self.get_seq_length()
         # Whoever reads `keys` and then `values` (every cross-attention does) gets two views of one thing.
         stored = self._last_read() if self._last_read is not None else None
-        if (
-            stored is None
-            or stored.state is not self._state  # a deep copy keeps the reference of its original
-            or stored.end != tokens
-            or not stored.is_current
-        ):
+        # A deep copy keeps the reference of its original.
+        if stored is None or stored.state is not self._state or stored.end != tokens or not stored.is_current:
             self._state.check_reader(self.layer_idx)
             start = self._first_visible(tokens)
             stored = StoredKV(self._state, self._blocks, self.layer_idx, start, tokens)
@@ -316,73 +300,55 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_su
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raise unless K and V fit. Decode steps bring the same again and again, so look for that first."""
         seen = (key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device)
-        if seen != self._last_seen or self._state.rows.batch != seen[0][0]:
-            if not self._fits(key_states, value_states):
-                self._raise_mismatch(key_states, value_states)
-            self._last_seen = seen
+        if seen == self._last_seen and self._state.rows.batch == seen[0][0]:
+            return
+        if (reason := self._mismatch(key_states, value_states)) is not None:
+            if self._state.rows.is_next(self.layer_idx):
+                self._state.abort_step()  # earlier layers have written tokens that this one can not
+            raise CacheMismatchError(f"layer {self.layer_idx}: {reason}")
+        self._last_seen = seen
 
-    def _fits(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
-        blocks, batch = self._blocks, self._state.rows.batch
-        k, v = key_states.shape, value_states.shape
-        if len(k) != 4 or len(v) != 4 or k[:3] != v[:3] or key_states.dtype != value_states.dtype:
-            return False
-        if not _have_content(key_states, value_states) or (batch and k[0] != batch):
-            return False
-        return blocks is None or (
-            k[1] == blocks.keys.shape[1]
-            and k[3] == blocks.keys.shape[3]
-            and v[3] == blocks.values.shape[3]
-            and key_states.dtype == blocks.keys.dtype
-            and key_states.device == blocks.keys.device
-        )
-
-    def _raise_mismatch(self, key_states: torch.Tensor, value_states: torch.Tensor) -> NoReturn:
+    def _mismatch(self, key_states: torch.Tensor, value_states: torch.Tensor) -> str | None:
+        """Why K and V do not fit, and what would; None if they do."""
         batch, blocks = self._state.rows.batch, self._blocks
-        if self._state.rows.is_next(self.layer_idx):
-            self._state.abort_step()  # earlier layers have written tokens that this one can not
-        got = (
-            f"K {tuple(key_states.shape)} {key_states.dtype} on {key_states.device} and "
-            f"V {tuple(value_states.shape)} {value_states.dtype}"
+        k, v, dtype, device = key_states.shape, value_states.shape, key_states.dtype, key_states.device
+        got = f"got K {tuple(k)} {dtype} on {device} and V {tuple(v)} {value_states.dtype}"
+        if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
+            return f"K and V must be [batch, kv_heads, tokens, head_dim] and agree in the first three; {got}"
+        if not _have_content(key_states, value_states):
+            return f"K and V must have at least one row, one kv head and one channel; {got}"
+        if batch and k[0] != batch:
+            return (
+                f"the cache holds {batch} rows, {got}. Use `cache.batch_repeat_interleave(n)` to copy rows, "
+                "`cache.batch_select_indices(...)` to drop some, or `cache.reset()` for a new batch"
+            )
+        if blocks is None and dtype == value_states.dtype:
+            return None
+        if blocks is None:
+            return (
+                f"K and V must have one dtype; {got}. Run the model under `torch.autocast`, whose dtype both "
+                "are stored in, or cast them before `cache.update(...)`"
+            )
+        kv_heads, head_dim, v_head_dim = blocks.keys.shape[1], blocks.keys.shape[3], blocks.values.shape[3]
+        stored = kv_heads, head_dim, v_head_dim, blocks.keys.dtype, blocks.keys.dtype, blocks.keys.device
+        if stored == (k[1], k[3], v[3], dtype, value_states.dtype, device):
+            return None
+        return (
+            f"this cache stores {kv_heads} kv heads, head_dim {head_dim} (K) and {v_head_dim} (V), "
+            f"{blocks.keys.dtype} on {blocks.keys.device}; {got}. A cache serves one model in one dtype on "
+            "one device, and under `torch.autocast` that is the dtype of autocast: go on as the cache was "
+            "filled, or make a new PagedCache"
         )
-        if key_states.dim() != 4 or value_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3]:
-            reason = (
-                f"K and V must be [batch, kv_heads, tokens, head_dim] and agree in the first three; got {got}"
-            )
-        elif not _have_content(key_states, value_states):
-            reason = f"K and V must have at least one row, one kv head and one channel; got {got}"
-        elif batch and key_states.shape[0] != batch:
-            reason = (
-                f"the cache holds {batch} rows, got {got}. Use `cache.batch_repeat_interleave(n)` to give "
-                "every row n copies, `cache.batch_select_indices(...)` to drop rows, or `cache.reset()` for "
-                "a new batch"
-            )
-        elif blocks is None:
-            reason = (
-                f"K and V must have one dtype; got {got}. Run the model under `torch.autocast`, whose dtype "
-                "both are stored in, or cast them before `cache.update(...)`"
-            )
-        else:
-            reason = (
-                f"this cache stores {blocks.keys.shape[1]} kv heads, head_dim {blocks.keys.shape[3]} (K) and "
-                f"{blocks.values.shape[3]} (V), {blocks.keys.dtype} on {blocks.keys.device}; got {got}. A "
-                "cache serves one model in one dtype on one device, and under `torch.autocast` that is the "
-                "dtype of autocast: go on as the cache was filled, or make a new PagedCache"
-            )
-        raise CacheMismatchError(f"layer {self.layer_idx}: {reason}")
 
 
 class PagedWindowLayer(PagedLayer):  # type: ignore[no-untyped-call]  # __init_subclass__ of the host
-    """A layer that attends a window (sliding or chunked attention): blocks outside it are given back.
-
-    Attributes:
-        sliding_window: Tokens a query sees, itself included.
-    """
+    """A layer that attends a window (sliding or chunked attention): blocks outside it are given back."""
 
     is_sliding = True
 
     def __init__(self, state: CacheState, layer_idx: int, sliding_window: int) -> None:
         super().__init__(state, layer_idx)
-        self.sliding_window = sliding_window
+        self.sliding_window = sliding_window  # tokens a query sees, itself included
         self._sliding_window_tensor = torch.tensor(sliding_window, dtype=torch.long)
 
     @property
@@ -415,14 +381,6 @@ def _have_content(key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
     """Whether K and V `[batch, kv_heads, tokens, head_dim]` have rows, heads and channels, if not tokens."""
     batch, kv_heads, _, head_dim = key_states.shape
     return min(batch, kv_heads, head_dim, value_states.shape[3]) > 0
-
-
-def refuse_to_move(method: str) -> NoReturn:
-    """Raise the PagedCacheError that calls of `offload` and `prefetch` get."""
-    raise PagedCacheError(
-        f"`{method}`: the blocks of a PagedCache stay on the device of their layer. To save memory there, "
-        "store fewer bits (`kv_cache_dtype='int8'` or 'int4') or bound the pool (`max_tokens`)"
-    )
 
 
 def _check_data(layer_idx: int, *sides: torch.Tensor) -> None:

@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 def _passed_on(name: str) -> Any:
     """An attribute or method of the host part that others look for on the layer."""
-
-    def read(layer: Any) -> Any:
-        return getattr(layer.host_part, name)
-
-    def write(layer: Any, value: Any) -> None:
-        setattr(layer.host_part, name, value)
-
-    return property(read, write, doc=f"`{name}` of the host part.")
+    return property(
+        lambda layer: getattr(layer.host_part, name),
+        lambda layer, value: setattr(layer.host_part, name, value),
+    )
 
 
 class _Compound:
@@ -46,12 +42,13 @@ class _Compound:
         super().__init__(state, layer_idx, *window)  # type: ignore[call-arg]  # of the layer that this is mixed into
 
     def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
-        """The same layer of a cache that was forked from this one; `memo` is that of a deep copy."""
+        """With a copy of the object."""
         copied: Any = super().of_fork(state, memo)  # type: ignore[misc]  # of the layer that this is mixed into
         copied.host_part = copy.deepcopy(self.host_part, memo)
         return copied  # type: ignore[no-any-return]
 
 
+@LinearAttentionCacheLayerMixin.register  # the host asks `isinstance` before it reads the states of a layer
 class _Linear(_Compound):
     """What a layer of linear attention or convolutions has beside K and V."""
 
@@ -100,25 +97,20 @@ class PagedIndexedLayer(_Compound, PagedLayer):  # type: ignore[no-untyped-call]
     lazy_initialization_indexer = _passed_on("lazy_initialization_indexer")
     update_indexer = _passed_on("update_indexer")
 
-    announce_read: Callable[[], None] | None = None
-    """Called before the positions are read, which models do before anything else."""
+    cache: Callable[[], Any] | None = None  # a weak reference
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
         """Positions `[dims, batch, tokens]` of all tokens, where a model keeps them."""
-        if self.announce_read is not None:
-            self.announce_read()
+        # Models read them before anything else.
+        if self.cache is not None and (cache := self.cache()) is not None:
+            cache._enter_read()
         positions: torch.Tensor | None = self.host_part.indexer_position_ids
         return positions
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, value: torch.Tensor | None) -> None:
         self.host_part.indexer_position_ids = value
-
-
-# The host asks `isinstance` before it reads the states of a layer.
-LinearAttentionCacheLayerMixin.register(PagedHybridLayer)
-LinearAttentionCacheLayerMixin.register(PagedHybridWindowLayer)
 
 
 def make_layer(state: CacheState, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
@@ -136,25 +128,17 @@ def make_layer(state: CacheState, index: int, spec: LayerSpec, kwargs: dict[str,
 
 def can_be_static(config: PreTrainedConfig, specs: Sequence[tuple[LayerSpec, dict[str, Any]]]) -> bool:
     """Whether a model has nothing but layers over blocks, which steps that are compiled need."""
-    return (
-        all(
-            spec.is_paged and architectures.host_part(spec.layer_type, kwargs) is None
-            for spec, kwargs in specs
-        )
-        and not architectures.has_outside_state(config)
-        and not config.is_encoder_decoder
+    if config.is_encoder_decoder or architectures.has_outside_state(config):
+        return False
+    return all(
+        spec.is_paged and architectures.host_part(spec.layer_type, kwargs) is None for spec, kwargs in specs
     )
 
 
 def check_layers(
     settings: PagedCacheConfig, specs: Sequence[tuple[LayerSpec, object]], paged: dict[int, LayerSpec]
 ) -> None:
-    """Raise if settings name layers that are not paged, or heads do not fit a format.
-
-    Raises:
-        PagedCacheError: There is no such layer, or a format cannot store heads of that size.
-        UnsupportedLayerError: The layer keeps no K and V per token.
-    """
+    """Raise PagedCacheError if settings name layers that are not there or not paged, or heads do not fit."""
     sizes = settings.group_size if isinstance(settings.group_size, Mapping) else {}
     for argument, named in (("layer_dtypes", settings.layer_dtypes), ("group_size", sizes)):
         for index in named:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any, NoReturn, overload
+from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
-from hf_paged_cache.errors import WAYS_TO_CHANGE, PagedCacheError
+from hf_paged_cache.errors import WAYS_TO_CHANGE
 
-_Tensors = Sequence[torch.Tensor | None]
+from .layer import refused
+
+_refuse = refused(
+    "`key_cache` and `value_cache` are read from the blocks of the cache, so nothing can be assigned, added "
+    f"or deleted there. {WAYS_TO_CHANGE}"
+)
+
+
+class _ReadOnlyList(tuple[torch.Tensor | None, ...]):
+    """K or V of all layers: what changes a list is refused."""
+
+    __setitem__ = __delitem__ = __iadd__ = append = extend = insert = pop = clear = _refuse
 
 
 def _dense_list(name: str, side: str) -> property:
     """K or V of every layer, as earlier caches had it; now `layers[i].keys` and `layers[i].values`."""
 
-    def read(cache: Any) -> _Tensors:
+    def read(cache: Any) -> _ReadOnlyList:
         _warn(name, f"layers[i].{side}")
-        return _ReadOnlyList(name, [getattr(layer, side) for layer in cache.layers])
+        return _ReadOnlyList(getattr(layer, side) for layer in cache.layers)
 
-    def refuse(cache: Any, value: object) -> NoReturn:
-        _refuse_writes(name)
-
-    return property(read, refuse, doc=f"Dense {side} of every layer; now `layers[i].{side}`.")
+    return property(read, _refuse, doc=f"Dense {side} of every layer; now `layers[i].{side}`.")
 
 
-class DeprecatedReads:
-    """Reads that `transformers` has removed from its caches, for a cache with `layers`."""
+class DeprecatedReads(Cache):
+    """Reads that `transformers` has removed from its caches."""
 
     layers: list[Any]
 
@@ -35,7 +43,7 @@ class DeprecatedReads:
     def seen_tokens(self) -> int:
         """Tokens per row; now `get_seq_length()`."""
         _warn("seen_tokens", "get_seq_length()")
-        return self._length(0)
+        return int(self.get_seq_length())
 
     key_cache = _dense_list("key_cache", "keys")
     value_cache = _dense_list("value_cache", "values")
@@ -45,13 +53,12 @@ class DeprecatedReads:
         _warn("cache[i]", "layers[i].keys` and `layers[i].values")
         if not -len(self.layers) <= layer_idx < len(self.layers):
             raise IndexError(f"layer {layer_idx} of a cache with {len(self.layers)} layers")
-        layer = self.layers[layer_idx]
-        return layer.keys, layer.values
+        return self.layers[layer_idx].keys, self.layers[layer_idx].values
 
     def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
         """Tokens per row that new ones will attend; now `get_seq_length(layer_idx)`."""
         _warn("get_usable_length", "get_seq_length")
-        return self._length(layer_idx)
+        return int(self.get_seq_length(layer_idx))
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Tokens that a layer can hold, -1 for no bound; now `get_max_length(layer_idx)`."""
@@ -63,52 +70,14 @@ class DeprecatedReads:
         _warn("to_legacy_cache", "to_dynamic_cache")
         return tuple((layer.keys, layer.values) for layer in self.layers)
 
-    @classmethod
-    def from_legacy_cache(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: tuples do not say what model they are of."""
-        raise PagedCacheError(
-            "from_legacy_cache is gone: make a DynamicCache of the tuples, then "
-            "`PagedCache.from_cache(that, model)`"
-        )
+    from_legacy_cache: Any = classmethod(  # tuples do not say what model they are of
+        refused("from_legacy_cache is gone: `PagedCache.from_cache(a DynamicCache of the tuples, model)`")
+    )
 
     def drop(self, start: int, end: int) -> None:
         """Delete tokens; now `prune(start, end)`."""
         warnings.warn("`drop` is deprecated; use `prune`", DeprecationWarning, stacklevel=2)
         self.prune(start, end)  # type: ignore[attr-defined]  # a cache has it
-
-    def _length(self, layer_idx: int) -> int:
-        return int(self.get_seq_length(layer_idx))  # type: ignore[attr-defined]  # a cache has it
-
-
-class _ReadOnlyList(Sequence[torch.Tensor | None]):
-    """K or V of all layers, as lists of earlier caches are read."""
-
-    def __init__(self, name: str, tensors: list[torch.Tensor | None]) -> None:
-        self._name = name
-        self._tensors = tensors
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> _Tensors: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | _Tensors | None:
-        return self._tensors[index]
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def _refuse(self, *args: object) -> NoReturn:
-        _refuse_writes(self._name)
-
-    __setitem__ = __delitem__ = __iadd__ = _refuse
-    append = extend = insert = pop = clear = _refuse
-
-
-def _refuse_writes(name: str) -> NoReturn:
-    raise PagedCacheError(
-        f"`{name}` is read from the blocks of the cache, so nothing can be assigned, added or deleted there. "
-        f"{WAYS_TO_CHANGE}"
-    )
 
 
 def _warn(old: str, new: str) -> None:

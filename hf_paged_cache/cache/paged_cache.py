@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Never
 
@@ -28,9 +28,8 @@ from hf_paged_cache.host import architectures, compat, generation, running_forwa
 from hf_paged_cache.host.lazy_tensor import dense
 from hf_paged_cache.kernels import dispatch
 
-from .arguments import as_rows
 from .editing import CacheTools
-from .layer import PagedLayer, refuse_to_move
+from .layer import UNMOVABLE, PagedLayer, refused
 from .layers import can_be_static, check_layers, make_layer
 from .legacy_names import DeprecatedReads
 
@@ -51,15 +50,12 @@ class PagedCache(DeprecatedReads, CacheTools):
     Constructing a cache activates paged attention on the model or config given (see `hf_paged_cache.disable`
     and `hf_paged_cache.paged_attention`). The model computes the same as before with any other cache.
 
-    Cached K and V are stored without their graph: a gradient that arrives at tokens which wanted one when
-    they were stored is an error, and no gradient flows into the others. It subclasses
-    `DynamicCache`, so that the host's type checks (`EncoderDecoderCache.crop`, Whisper) let it pass.
+    K and V are stored without their graph: a gradient that arrives at tokens which wanted one when they were
+    stored is an error, and no gradient flows into the others.
 
     Args:
-        config_or_model: The model, or its config. A model is better: its decoder may hold a config of its
-            own.
-        block_size: Tokens per block; a power of two from 16 to 256. Layers with a short window have smaller
-            ones (`PagedCacheConfig.block_size_of`).
+        config_or_model: The model, or its config. A model is better: its decoder may hold its own config.
+        block_size: Tokens per block; a power of two from 16 to 256; less for layers with a short window.
         kv_cache_dtype: How K and V are stored: `auto` in the model's dtype; `int8`, `fp8`, `k8v4`, `int4` in
             so many bits, read in place by the kernels; `int8_block` and `int4_group` as textbooks do it, to
             compare with; `adaptive` is `int4` for a prompt (the first forward) of at most
@@ -67,34 +63,30 @@ class PagedCache(DeprecatedReads, CacheTools):
         max_tokens: Capacity of the pool in tokens, summed over the rows of a batch. The default goes up to
             the model's `max_position_embeddings` for every row, and to `gpu_memory_utilization` of the free
             memory. On a CPU the pool has that from the start, since memory that was never written is not
-            resident (but for what the machine could never hold); on a GPU it begins with the length at which
-            `generate` stops (in a loop of forwards with the prompt and 256 tokens a row) and grows.
+            resident; on a GPU it begins with the length at which `generate` stops (in a loop of forwards with
+            the prompt and 256 tokens a row) and grows.
         gpu_memory_utilization: Share of the device's free memory (of the available RAM on a CPU) that pools
-            may take by default; an explicit `max_tokens` is taken at its word.
-        compile: On a GPU, let `generate` compile its decode step and replay it as a CUDA graph. Every row
-            then has its share of the pool from the start, so choose `max_tokens` as (longest sequence) x
-            (rows). Experimental. Without effect on other devices and for models with layers that are not
-            paged. Only with `kv_cache_dtype="auto"`.
+            may take where there is no `max_tokens`.
+        compile: On a GPU, let `generate` compile its decode step and replay it as a CUDA graph (experimental;
+            without effect elsewhere and for models with layers that are not paged). Only for `auto`. Rows
+            have their shares of the pool from the start: give (longest sequence) x (rows) as `max_tokens`.
         group_size: Channels of a group of `int4_group`, for all layers, or layer index -> number.
         layer_dtypes: Layer index -> format, for layers that differ from `kv_cache_dtype`.
         residual_length: Newest tokens that quantized layers keep in the model's dtype, in whole blocks, the
-            one being filled included. The default is one block where K has 4 bits or blocks are encoded as a
-            whole, otherwise none.
-        sink_tokens: First tokens of every row that they keep, in whole blocks. The default is one block where
-            K has 4 bits, otherwise none.
+            one being filled included; by default a block where K has 4 bits or is encoded in whole blocks.
+        sink_tokens: First tokens of every row that they keep, in whole blocks; by default a block where K has
+            4 bits.
         key_error_guard: What to do with a layer whose keys lose too much in 4 bits, seen at its first full
             block: `on` stores its keys in int8 and says so once, `error` raises, `off` does not look.
         adaptive_threshold: Tokens of the longest prompt that `adaptive` stores in int4.
-        max_cache_len: Capacity in tokens of each row, by the name that `StaticCache` has for it, in place of
-            `max_tokens`: the pool gets as much for every row of the first forward. Rows draw on one pool, so
-            it is no limit of a single row.
+        max_cache_len: In place of `max_tokens` the capacity for each row of the first forward, by the name
+            that `StaticCache` has for it. Rows draw on one pool, so it is no limit of a single row.
         config: `config_or_model`, by the name that the caches of transformers have for it.
         **unknown: None: other names are refused, with the nearest that there are.
 
     Raises:
         PagedCacheError: An argument is out of range or of the wrong type, or not known.
-        UnsupportedLayerError: The model has a layer kind, or a cache of its own, that this cache cannot stand
-            in for.
+        UnsupportedLayerError: This cache cannot stand in for a layer kind, or for a cache of the model's own.
     """
 
     def __init__(
@@ -151,16 +143,14 @@ class PagedCache(DeprecatedReads, CacheTools):
         layers = [make_layer(self._state, index, *spec) for index, spec in enumerate(specs)]
         Cache.__init__(self, layers=layers)
         self._num_layers = len(specs)
-        self._hosts = HostStates(
-            self._state,
-            {
-                index: getattr(layer, "host_part", None) or layer
-                for index, layer in enumerate(self.layers)
-                if not specs[index][0].is_paged or hasattr(layer, "host_part")
-                if specs[index][0].layer_type not in architectures.EMPTY_LAYER_TYPES
-            },
-            architectures.fixed_layers(config) | architectures.layers_without_indexer(config),
-        )
+        hosts = {
+            index: getattr(layer, "host_part", layer)
+            for index, (layer, (spec, _)) in enumerate(zip(layers, specs, strict=True))
+            if hasattr(layer, "host_part")
+            or not (spec.is_paged or spec.layer_type in architectures.EMPTY_LAYER_TYPES)
+        }
+        fixed = architectures.fixed_layers(config) | architectures.layers_without_indexer(config)
+        self._hosts = HostStates(self._state, hosts, fixed)
         self._config = config
         self._model = None if model is None else weakref.ref(model)
         activate(config_or_model)
@@ -186,10 +176,9 @@ class PagedCache(DeprecatedReads, CacheTools):
 
         Raises:
             CacheMismatchError: The tensors do not fit what the cache holds, or there are no new tokens.
-            PoolExhausted: No room. Nothing was written in any layer, and the cache stays usable.
-            UnstorableValueError: A quantized layer was given NaN, infinity, or too large a magnitude. The
-                step is taken back.
-            QuantizationError: Its keys lose too much in 4 bits, and `key_error_guard` is "error". The same.
+            PoolExhausted: No room. Whatever is raised, the step is taken back and the cache stays usable.
+            UnstorableValueError: A quantized layer was given NaN, infinity, or too large a magnitude.
+            QuantizationError: Its keys lose too much in 4 bits for `key_error_guard="error"`.
         """
         if not 0 <= layer_idx < self._num_layers:
             raise CacheMismatchError(
@@ -218,8 +207,7 @@ class PagedCache(DeprecatedReads, CacheTools):
         if held != start:
             raise CacheMismatchError(
                 f"layer {layer_idx} holds {held} tokens per row, and the compiled forward goes on from "
-                f"{start}: the cache was changed in between. Compile the model's forward alone, and change "
-                "the cache outside"
+                f"{start}: the cache was changed in between. Do that outside, and compile the forward alone"
             )
         call = None if self._state.is_open else running_forward.current()
         if call is not None and (self._state.has_masks or not self._state.traits.is_encoder_decoder):
@@ -230,16 +218,12 @@ class PagedCache(DeprecatedReads, CacheTools):
 
     def _is_traced(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> bool:
         """Whether a step that is being compiled calls an operator for a layer: it has no backward."""
-        wants_grad = torch.is_grad_enabled() and (
-            key_states.requires_grad
-            or value_states.requires_grad
-            or self._state.rows.gradients_from is not None
-        )
-        return (
-            isinstance(self.layers[layer_idx], PagedLayer)
-            and not wants_grad
-            and not self._state.would_be_static(key_states.device)
-        )
+        state = self._state
+        is_wanted = key_states.requires_grad or value_states.requires_grad
+        if torch.is_grad_enabled() and (is_wanted or state.rows.gradients_from is not None):
+            return False
+        is_paged = isinstance(self.layers[layer_idx], PagedLayer)
+        return is_paged and not state.would_be_static(key_states.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens per row that a layer has seen; a tensor in a step that is being compiled."""
@@ -251,10 +235,9 @@ class PagedCache(DeprecatedReads, CacheTools):
         return generation.CachedLength(length, weakref.WeakMethod(self._meet_prompt))
 
     def _meet_prompt(self, tokens: int, ids: torch.Tensor | None, model: torch.nn.Module | None) -> int:
-        """How many of the tokens of a prompt are left to feed.
+        """How many of the tokens of a prompt are left to feed; of one that is all cached the last is, again.
 
-        A prompt that is all cached has its last token computed again. Raises CacheMismatchError if it is
-        shorter than what is cached, or another text.
+        Raises CacheMismatchError if it is shorter than what is cached, or another text.
         """
         state, held = self._settled("generate"), self._num_tokens
         if tokens < held:
@@ -281,9 +264,7 @@ class PagedCache(DeprecatedReads, CacheTools):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that the next forward of `query_length` tokens will attend.
 
-        Raises:
-            CacheMismatchError: There are no new tokens, or more at once than the model can take after a
-                history.
+        CacheMismatchError if there are none, or more than the model can take after a history.
         """
         if self._hosts:
             self._enter_read()
@@ -299,9 +280,7 @@ class PagedCache(DeprecatedReads, CacheTools):
     def activate_past_recording(self) -> None:
         """Keep what window and recurrent layers would drop, until a `crop`, which can then roll back.
 
-        Raises:
-            CacheMismatchError: Assisted decoding begins with a filled cache. `transformers` feeds the whole
-                prompt then, after what is cached.
+        CacheMismatchError if assisted decoding would feed the whole prompt after what is cached.
         """
         prompt, held = generation.drafts_feed_all_of(), self._num_tokens
         if prompt is not None and held:
@@ -314,7 +293,7 @@ class PagedCache(DeprecatedReads, CacheTools):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`, by reference (beam search)."""
-        self._take_rows(as_rows("reorder_cache", "beam_idx", beam_idx, self._num_rows, may_be_mask=False))
+        self._take_rows(_as_rows("reorder_cache", "beam_idx", beam_idx, self._num_rows, may_be_mask=False))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Give every row `repeats` copies beside each other, by reference."""
@@ -325,17 +304,12 @@ class PagedCache(DeprecatedReads, CacheTools):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows listed in `indices` (or marked by a boolean mask), in that order."""
-        method = "batch_select_indices"
-        self._settled(method)
-        self._take_rows(as_rows(method, "indices", indices, self._num_rows, may_be_mask=True))
+        self._settled("batch_select_indices")
+        rows = _as_rows("batch_select_indices", "indices", indices, self._num_rows, may_be_mask=True)
+        self._take_rows(rows)
 
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Refused: blocks are not moved between devices."""
-        refuse_to_move("offload")
-
-    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Refused: blocks are not moved between devices."""
-        refuse_to_move("prefetch")
+    offload = refused(f"`offload`: {UNMOVABLE}")
+    prefetch = refused(f"`prefetch`: {UNMOVABLE}")
 
     @property
     def batch_size(self) -> int:
@@ -352,16 +326,11 @@ class PagedCache(DeprecatedReads, CacheTools):
         device = compat.expected_device(self._model() if self._model is not None else None)
         return state.would_be_static(device)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
-        for layer in self.layers:
-            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
-
     def __repr__(self) -> str:
-        stats, state = self.stats(), self._state
+        stats, dtype = self.stats(), self._state.config.kv_cache_dtype
         return (
             f"{type(self).__name__}({len(self.layers)} layers, {stats.batch} rows x {stats.tokens} tokens, "
-            f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_sizes}, "
-            f"{state.config.kv_cache_dtype})"
+            f"{stats.used_blocks}/{stats.num_blocks} blocks of {stats.block_sizes}, {dtype})"
         )
 
     # --- what a user asks -----------------------------------------------------------------------------------
@@ -388,10 +357,8 @@ class PagedCache(DeprecatedReads, CacheTools):
             equal_rows=self._state.rows.equal_rows,
             counters=sum((pool.counters for pool in pools), BlockCounters()),
             groups=tuple(
-                GroupStats(
-                    group.window, tuple(group.specs), group.block_size, pool.num_blocks, tuple(pool.runs())
-                )
-                for group, pool in zip(groups, pools, strict=True)
+                GroupStats(g.window, tuple(g.specs), g.block_size, pool.num_blocks, tuple(pool.runs()))
+                for g, pool in zip(groups, pools, strict=True)
             ),
         )
 
@@ -404,10 +371,7 @@ class PagedCache(DeprecatedReads, CacheTools):
             return html.as_message(name, str(error))
 
     def memory_footprint(self) -> MemoryFootprint:
-        """Exact bytes of pools, tables, scratch, and of layers that are not paged.
-
-        Pools, and what is used of them, are those of all caches that share them.
-        """
+        """Exact bytes of pools (of all caches that share them), tables, scratch, and layers not in blocks."""
         self._state.settle()
         self._state.layer_groups.store.collect()
         groups = self._state.groups
@@ -425,8 +389,6 @@ class PagedCache(DeprecatedReads, CacheTools):
         self._state.pull()
         self._state.check_integrity()
 
-    # --- copies ---------------------------------------------------------------------------------------------
-
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """As the config, the settings and `state_dict()`; the model is not part of it."""
         settings = {field.name: getattr(self._state.config, field.name) for field in fields(PagedCacheConfig)}
@@ -443,10 +405,33 @@ class PagedCache(DeprecatedReads, CacheTools):
     def _take_rows(self, row_indices: list[int]) -> None:
         """Make the rows copies of the given old rows, everywhere."""
         self._settled("moving rows")
-        batch = self._num_rows
-        rows = self._state.rows.checked(row_indices, batch) if batch else []
-        if rows:
-            self._state.reorder(rows, self._hosts)
+        if batch := self._num_rows:
+            self._state.reorder(self._state.rows.checked(row_indices, batch), self._hosts)
+
+
+_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _as_rows(method: str, argument: str, indices: Any, batch: int, *, may_be_mask: bool) -> list[int]:
+    """Indices of rows, negative ones as they are, from one dimension of them, or a boolean for each row.
+
+    PagedCacheError for anything else; a tensor, an array and a sequence will do.
+    """
+    wanted = "one dimension of row indices" + (" or a boolean for each row" if may_be_mask else "")
+    try:
+        found = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError):
+        raise PagedCacheError(f"{method}: {argument} must be {wanted}, got {indices!r}") from None
+    is_mask = found.dtype == torch.bool
+    if found.dim() != 1 or not (found.dtype in _INDEX_DTYPES or (is_mask and may_be_mask) or not len(found)):
+        raise PagedCacheError(
+            f"{method}: {argument} must be {wanted}, got shape {tuple(found.shape)} of {found.dtype}"
+        )
+    if is_mask and batch not in (0, len(found)):
+        raise PagedCacheError(
+            f"{method}: a boolean mask must have one entry for each of the {batch} rows, got {len(found)}"
+        )
+    return [int(row) for row in (found.nonzero().flatten() if is_mask else found).tolist()]
 
 
 def _unpickle(

@@ -1,19 +1,18 @@
 """A cache as a plain dict of tensors and numbers, and back: what `state_dict`, `pickle` and `torch.save` use.
 
-Blocks that rows hold are written, numbered anew, as the bytes that they are: a quantized cache comes
-back bit for bit, and rows that share a block share it still. What lies in these blocks beside the rows' own
-tokens (of whoever had them before, of tokens that were cropped) is written as zeros. What `saved` describes
-is the whole of it.
+Blocks that rows hold are written, numbered anew, as the bytes that they are: a quantized cache comes back bit
+for bit, and rows that share a block share it still. What lies there beside the rows' own tokens is written as
+zeros. `saved` describes the whole of it.
 
-Loading looks at everything first: each part has its type and size, the parts agree with each other and with
-the cache, no size goes beyond the tensors that are really there, and a checksum of all of it is right. Then
-contents are put beside those that the cache has, and take their place in one go.
+Loading looks at everything first: types and sizes (none goes beyond the tensors that are really there), that
+parts agree with each other and with the cache, and a checksum. Then contents are put beside those that the
+cache has, and take their place in one go.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from hf_paged_cache.formats import KVFormat, format_name, with_keys_in_int8
 from hf_paged_cache.forward.left_padding import Padding
 from hf_paged_cache.forward.weights import Weights
 from hf_paged_cache.host import architectures
+from hf_paged_cache.host.lazy_tensor import plain_tensors
 from hf_paged_cache.store import key_guard
 from hf_paged_cache.store.precision import Precision
 from hf_paged_cache.store.saved import (
@@ -71,12 +71,7 @@ def as_state_dict(state: CacheState, hosts: HostStates) -> dict[str, Any]:
 
 
 def load(state: CacheState, hosts: HostStates, layers: Sequence[Any], state_dict: object) -> None:
-    """Replace the contents of a cache. Whatever is raised, it is as it was.
-
-    Raises:
-        PagedCacheError: The state dict is damaged, or of another model or other settings.
-        PoolExhausted: The contents do not fit into the pool.
-    """
+    """Replace the contents of a cache, all of them or none; raises as `PagedCache.load_state_dict` says."""
     saved = _parsed(state, hosts, state_dict)
     first_tokens = _check_groups(state, saved) if saved.batch else 1
     parts = _checked_parts(hosts, saved)
@@ -99,15 +94,11 @@ def load(state: CacheState, hosts: HostStates, layers: Sequence[Any], state_dict
     before.store.change(before.save, before.reset)
 
 
-# --- what must be true --------------------------------------------------------------------------------------
-
-
 def _parsed(state: CacheState, hosts: HostStates, state_dict: object) -> SavedCache:
     """What a state dict says, if it is of a cache with the same layers and settings."""
     if not isinstance(state_dict, Mapping) or "version" not in state_dict:
-        raise PagedCacheError(
-            f"state_dict must be what `cache.state_dict()` returned, got {type(state_dict).__name__}"
-        )
+        got = type(state_dict).__name__
+        raise PagedCacheError(f"state_dict must be what `cache.state_dict()` returned, got {got}")
     _require_same("version", VERSION, parse(int, state_dict["version"], "state_dict['version']"))
     saved: SavedCache = parse(SavedCache, dict(state_dict))
     _require_same("block_size", state.config.block_size, saved.settings.block_size)
@@ -141,8 +132,7 @@ def _check_lengths(saved: SavedCache) -> None:
         expect(layer is not None or not count, f"{where}[{index}]", "0, as there is no K and V", count)
     expect((batch > 0) is bool(claimed), "state_dict['batch']", "0 just where no layer has K and V", batch)
     ids = saved.input_ids
-    is_fitting = ids.dtype == torch.int64 and ids.dim() == 2 and ids.shape[0] == batch
-    is_fitting = is_fitting and ids.shape[1] <= length
+    is_fitting = ids.dtype == torch.int64 and ids.dim() == 2 and len(ids) == batch and ids.shape[1] <= length
     expect(is_fitting, "state_dict['input_ids']", f"int64 [{batch}, at most {length}]", ids)
 
 
@@ -154,9 +144,8 @@ def _check_padding(saved: SavedCache) -> None:
     expect(is_fitting, f"{where}['tokens']", f"0…{length} of every row", padding.tokens)
     expect(0 <= padding.end <= length, f"{where}['end']", f"0…{length}", padding.end)
     for row, runs in enumerate(padding.runs):
-        edges = [edge for start, end, _ in runs for edge in (start, end)]
+        edges = [0, *(edge for start, end, _ in runs for edge in (start, end)), padding.end]
         is_fitting = edges == sorted(edges) and all(start < end for start, end, _ in runs)
-        is_fitting = is_fitting and all(0 <= edge <= padding.end for edge in edges)
         expected = f"runs of tokens in 0…{padding.end}, one after the other"
         expect(is_fitting, f"{where}['runs'][{row}]", expected, runs)
 
@@ -164,8 +153,8 @@ def _check_padding(saved: SavedCache) -> None:
 def _check_groups(state: CacheState, saved: SavedCache) -> int:
     """Look at all groups; tokens of a prompt by which their formats would be chosen."""
     specs = state.layer_groups.specs
-    windows, expected = [group.window for group in saved.groups], [spec.window for spec in specs.values()]
-    expected = list(dict.fromkeys(expected))
+    windows = [group.window for group in saved.groups]
+    expected = [*dict.fromkeys(spec.window for spec in specs.values())]
     expect(windows == expected, "state_dict['groups']", f"one for each of the windows {expected}", windows)
     first_tokens, formats = _formats(state, saved)
     for index, group in enumerate(saved.groups):
@@ -199,8 +188,7 @@ def _check_group(
     _check_tables(saved, group, size, where)
     is_fitting = 0 <= first <= (0 if group.window is None else saved.length)
     expect(is_fitting, f"{where}['first_held']", "a token, and the first one without a window", first)
-    is_fitting = len(set(dense)) == len(dense) and all(0 <= number < count for number in dense)
-    is_fitting = is_fitting and (not dense or any(formats.values()))
+    is_fitting = len(set(dense) & set(range(count))) == len(dense) and (not dense or any(formats.values()))
     expect(is_fitting, f"{where}['dense']", f"different blocks of {count}, of quantized layers", dense)
     expect(layers.keys() <= formats.keys(), f"{where}['layers']", f"of {[*formats]}", [*layers])
     for index, layer in layers.items():
@@ -258,8 +246,8 @@ def _check_layer(
 
 # --- objects of the host ------------------------------------------------------------------------------------
 
+# Attributes of host objects that a forward never changes.
 _SETTINGS = ("number_of_states", "sliding_window", "_sliding_window_tensor")
-"""Attributes of host objects that a forward never changes."""
 
 
 def _checked_parts(hosts: HostStates, saved: SavedCache) -> list[tuple[Any, Attributes]]:
@@ -295,7 +283,7 @@ def _checked_attributes(kind: type, empty: Attributes, values: Attributes, where
             is_free = type(name) is str and not hasattr(kind, name)
             expect(is_free and _is_note(value), at, f"an attribute of a {kind.__name__}", value)
     attributes = empty | values
-    devices = {tensor.device for name, tensor in _tensors(values) if name not in _SETTINGS}
+    devices = {x.device for name in values if name not in _SETTINGS for x in plain_tensors(values[name])}
     expect(len(devices) <= 1, where, "on one device", sorted(map(str, devices)))
     for name in [name for name, value in values.items() if devices and type(value) is torch.device]:
         attributes[name] = next(iter(devices))  # tensors may have been moved when they were read
@@ -329,8 +317,8 @@ def _rows_of_states(attributes: Attributes, where: str) -> set[int]:
     for name in ("conv_states", "recurrent_states"):
         for key, states in attributes[name].items():
             is_filled = isinstance(states, torch.Tensor) and states.dim() > 1
-            is_fitting = attributes[f"is_{name}_initialized"][key] is is_filled
-            is_fitting = is_fitting and (is_filled or states is None)
+            is_there = attributes[f"is_{name}_initialized"][key]
+            is_fitting = is_there is is_filled and (is_filled or states is None)
             expect(is_fitting, f"{where}[{name!r}][{key!r}]", "there if it is initialised", states)
             rows |= {states.shape[0]} if is_filled else set()
     for key, states in attributes["conv_states"].items():
@@ -384,13 +372,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(item) for item in value.values())
     return isinstance(value, torch.Tensor | torch.dtype | torch.device | int | float | str | None)
-
-
-def _tensors(values: Attributes) -> Iterable[tuple[str, torch.Tensor]]:
-    for name, value in values.items():
-        for item in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(item, torch.Tensor):
-                yield name, item
 
 
 def _copied(value: Any) -> Any:

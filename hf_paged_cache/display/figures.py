@@ -1,11 +1,7 @@
-"""Figures of their own, without pyplot: nothing is registered anywhere, and no window opens.
-
-matplotlib is asked for when a figure is made, and not before.
-"""
+"""Figures without pyplot: nothing is registered anywhere, no window opens; matplotlib is asked for late."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_paged_cache.errors import PagedCacheError
@@ -28,13 +24,6 @@ def new_figure(width_inches: float, height_inches: float, *, instead: str) -> Fi
             f'pictures need matplotlib; `pip install "hf-paged-cache[plots]"`, or use {instead}'
         ) from error
     return ShownFigure(figsize=(width_inches, height_inches), dpi=_DPI, layout="constrained")
-
-
-def written(figure: Figure, path: str | Path | None) -> Figure:
-    """The figure, after it was written to a file if there is a path."""
-    if path is not None:
-        figure.savefig(path)
-    return figure
 
 
 def byte_unit(largest_bytes: float) -> tuple[str, int]:

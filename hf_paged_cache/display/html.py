@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from hf_paged_cache.blocks import KINDS, BlockRun
+from hf_paged_cache.blocks import BlockRun
 
-if TYPE_CHECKING:
-    from .stats import CacheStats, GroupStats, MemoryFootprint
+from .stats import CacheStats, GroupStats, MemoryFootprint
 
-MOST_CELLS = 256
-"""Cells that are drawn of all groups together."""
+MOST_CELLS = 256  # that are drawn of all groups together
 _LEAST_CELLS = 32
-_LONGEST_RUN = 12
-"""Blocks alike that are drawn one by one in a pool that is too large for a cell each."""
-_ALWAYS_EXPLAINED = ("free", "open", "sealed", "shared", "cached")
+_LONGEST_RUN = 12  # blocks alike that are drawn one by one in a pool that is too large for a cell each
 
 _HATCHED = "repeating-linear-gradient(135deg,#fff 0 3px,#bcd7e6 3px 5px)"
 # Letter, style and meaning. Told apart by letter and by lightness, so that grey will do.
@@ -63,42 +58,28 @@ def _line(text: str) -> str:
 
 
 def _head(name: str, asked: str, num_layers: int, stats: CacheStats) -> str:
-    facts = [
-        _count(num_layers, "layer"),
-        f"{_count(stats.batch, 'row')} x {_count(stats.tokens, 'token')}",
-        f"blocks of {stats.block_sizes} tokens",
-        f"kv_cache_dtype {asked}",
-        *([] if stats.backend is None else [f"{stats.backend} kernels"]),
-    ]
-    return f"<div><b>{escape(name)}</b> &nbsp; {escape(' · '.join(facts))}</div>"
-
-
-# --- blocks ---------------------------------------------------------------------------------------------
+    facts = f"{_count(num_layers, 'layer')} · {_count(stats.batch, 'row')} x {_count(stats.tokens, 'token')}"
+    facts += f" · blocks of {stats.block_sizes} tokens · kv_cache_dtype {asked}"
+    if stats.backend is not None:
+        facts += f" · {stats.backend} kernels"
+    return f"<div><b>{escape(name)}</b> &nbsp; {escape(facts)}</div>"
 
 
 def _map(group: GroupStats, limit: int) -> str:
     kept = "all tokens" if group.window is None else f"a window of {group.window:,} tokens"
     used = sum(run.num_blocks for run in group.runs if run.holders)
-    title = (
-        f"{_ranges('layer', group.layers)}, {kept}: {used:,} of {_count(group.num_blocks, 'block')} in use"
-    )
-    cells, rest = _cells(group, limit)
-    note = ""
-    if rest:
-        counts = {kind: sum(run.num_blocks for run in rest if run.kind == kind) for kind in KINDS}
-        by_kind = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-        note = _line(f"Not drawn: the blocks from {rest[0].first:,} on ({by_kind}).")
-    return f'{_line(title)}<div style="line-height:0">{"".join(cells)}</div>{note}'
-
-
-def _cells(group: GroupStats, limit: int) -> tuple[list[str], list[BlockRun]]:
-    """Cells of one block or of a long run, and what is left over."""
+    where = f"{_ranges('layer', group.layers)}, {kept}"
+    title = f"{where}: {used:,} of {_count(group.num_blocks, 'block')} in use"
     longest = limit if group.num_blocks <= limit else _LONGEST_RUN
     cells: list[str] = []
+    note = ""
     for number, run in enumerate(group.runs):
         is_whole = run.num_blocks > longest
         if len(cells) + (1 if is_whole else run.num_blocks) > limit:
-            return cells, list(group.runs[number:])
+            rest = replace(group, runs=group.runs[number:]).blocks_by_kind
+            by_kind = ", ".join(f"{count:,} {kind}" for kind, count in rest.items() if count)
+            note = _line(f"Not drawn: the blocks from {run.first:,} on ({by_kind}).")
+            break
         if is_whole:
             by = f" by {run.holders}" if run.kind == "shared" else ""
             last = run.first + run.num_blocks - 1
@@ -106,29 +87,24 @@ def _cells(group: GroupStats, limit: int) -> tuple[list[str], list[BlockRun]]:
         else:
             sign = str(run.holders) if run.kind == "shared" else _KINDS[run.kind][0]
             cells += [_cell(run, f"block {run.first + i}", sign) for i in range(run.num_blocks)]
-    return cells, []
+    return f'{_line(title)}<div style="line-height:0">{"".join(cells)}</div>{note}'
 
 
 def _cell(run: BlockRun, title: str, sign: str) -> str:
-    is_shared = run.kind == "shared"
-    what = f"{run.state.name.lower()}, held {run.holders} times" if is_shared else run.kind
+    what = f"{run.state.name.lower()}, held {run.holders} times" if run.kind == "shared" else run.kind
     style = f"{_CELL}{_KINDS[run.kind][1]}"
     return f'<span title="{escape(f"{title}: {what}")}" style="{style}">{escape(sign)}</span>'
 
 
 def _legend(stats: CacheStats) -> str:
-    entries = []
-    for kind in KINDS:
-        total = sum(group.blocks_by_kind[kind] for group in stats.groups)
-        if total or kind in _ALWAYS_EXPLAINED:
-            letter, style, meaning = _KINDS[kind]
+    entries, counts = [], [group.blocks_by_kind for group in stats.groups]
+    for kind, (letter, style, meaning) in _KINDS.items():
+        total = sum(each[kind] for each in counts)
+        if total or kind != "pending":
             cell = f'<span style="{_CELL}{style}">{letter}</span>'
             words = f"{cell} {escape(meaning)} ({total:,})"
             entries.append(f'<span style="white-space:nowrap;margin-right:14px">{words}</span> ')
     return f'<div style="margin:4px 0">{"".join(entries)}</div>'
-
-
-# --- bytes, formats, counts -----------------------------------------------------------------------------
 
 
 def _bytes(stats: CacheStats, footprint: MemoryFootprint) -> str:
@@ -149,31 +125,27 @@ def _bytes(stats: CacheStats, footprint: MemoryFootprint) -> str:
 
 
 def _formats(stats: CacheStats) -> str:
-    layers: dict[str, list[int]] = defaultdict(list)
-    for index, name in stats.layer_dtypes.items():
-        layers[name].append(index)
-    stored = [f"{_ranges('layer', found)}: {_dtype(name)}" for name, found in sorted(layers.items())]
-    moves: dict[str, list[int]] = defaultdict(list)
-    for index, name in stats.moved_layers.items():
-        moves[f"from {name} to {stats.layer_dtypes[index]}"].append(index)
-    guarded = [f"{_ranges('layer', found)} {move}" for move, found in moves.items()]
-    return _line(f"Stored: {'; '.join(stored) or 'no layer has K and V in blocks'}.") + (
-        _line(f"Moved by the guard: {'; '.join(guarded)}.") if guarded else ""
-    )
+    now = stats.layer_dtypes
+    moves = {index: f"from {name} to {now[index]}" for index, name in stats.moved_layers.items()}
+    stored = "; ".join(f"{layers}: {_dtype(name)}" for name, layers in sorted(_layers_by(now)))
+    guarded = "; ".join(f"{layers} {move}" for move, layers in _layers_by(moves))
+    text = _line(f"Stored: {stored or 'no layer has K and V in blocks'}.")
+    return text + (_line(f"Moved by the guard: {guarded}.") if guarded else "")
+
+
+def _layers_by(texts: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    """Texts, each with the layers that it is said of."""
+    for text in dict.fromkeys(texts.values()):
+        yield text, _ranges("layer", (layer for layer, each in texts.items() if each == text))
 
 
 def _reuse(stats: CacheStats) -> str:
     counters = stats.counters
-    facts = [
-        f"blocks taken {counters.taken:,}",
-        f"given back {counters.given_back:,}",
-        f"shared instead of copied {counters.shared:,}",
-        f"copied to be written to {counters.copied:,}",
-        *([f"cached blocks found again {counters.revived:,}"] if counters.revived else []),
-        *([f"evicted {counters.evicted:,}"] if counters.evicted else []),
-        f"equal prompt rows {stats.equal_rows:,}",
-    ]
-    return _line(f"So far: {' · '.join(facts)}.")
+    facts = [("blocks taken", counters.taken), ("given back", counters.given_back)]
+    facts += [("shared instead of copied", counters.shared), ("copied to be written to", counters.copied)]
+    seldom = [("cached blocks found again", counters.revived), ("evicted", counters.evicted)]
+    facts += [*((what, count) for what, count in seldom if count), ("equal prompt rows", stats.equal_rows)]
+    return _line(f"So far: {' · '.join(f'{what} {count:,}' for what, count in facts)}.")
 
 
 def _dtype(name: str) -> str:

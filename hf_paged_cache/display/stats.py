@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_paged_cache.blocks import KINDS, BlockCounters, BlockRun
 
-from .figures import byte_unit, new_figure, written
+from .figures import byte_unit, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +32,7 @@ class MemoryFootprint:
         used_bytes: The part of the pools in blocks that hold tokens.
         table_bytes: Block tables that kernels read.
         scratch_bytes: Working memory that kernels keep between calls, shared by all caches of the process.
-        host_bytes: States of layers that are not paged (linear attention, convolutions), kept by the classes
-            of `transformers`.
+        host_bytes: States of layers that are not paged, kept by the classes of `transformers`.
     """
 
     pool_bytes: int
@@ -73,10 +71,7 @@ class GroupStats:
 
         A block counts once: `shared` is every block with several holders, `open` and `sealed` are the others.
         """
-        counts = Counter(dict.fromkeys(KINDS, 0))
-        for run in self.runs:
-            counts[run.kind] += run.num_blocks
-        return dict(counts)
+        return {kind: sum(run.num_blocks for run in self.runs if run.kind == kind) for kind in KINDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +92,8 @@ class CacheStats:
         layer_dtypes: Layer index -> the format that the layer is stored in now, which `adaptive` chooses by
             the first forward and the guard may change. `int4_group+k8` is `int4_group` with K in int8.
         moved_layers: Layer index -> the format that was asked for, of layers that the guard gave another.
-        bytes_by_format: Format -> bytes of K and V in blocks that hold tokens; `auto` is the model's dtype.
-            They add up to `MemoryFootprint.used_bytes`.
-        equal_rows: Rows of prompts, so far, that were stored by reference to an equal row. A copy of a cache
-            begins with 0.
+        bytes_by_format: Format -> bytes of `MemoryFootprint.used_bytes`; `auto` is the model's dtype.
+        equal_rows: Rows of prompts that were stored by reference to an equal row, from 0 on in a copy.
         counters: What has happened to blocks since the pools were made.
         groups: The same by layer group.
     """
@@ -127,13 +120,9 @@ class CacheStats:
         return " and ".join(map(str, sorted(sizes, reverse=True)))
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw blocks by what they are, and bytes by format.
+        """Draw blocks by what they are, and bytes by format: a figure of matplotlib, which a notebook shows.
 
-        Args:
-            path: Where to write the picture too; its ending chooses the kind (`.png`, `.svg`, `.pdf`).
-
-        Returns:
-            A figure of matplotlib, which a notebook shows.
+        It is written to `path` too, whose ending chooses the kind (`.png`, `.svg`, `.pdf`).
 
         Raises:
             PagedCacheError: matplotlib is not installed.
@@ -144,7 +133,9 @@ class CacheStats:
         _draw_bytes(sizes, self.bytes_by_format)
         rows = f"{self.batch} row{'s' * (self.batch != 1)} x {self.tokens} tokens"
         figure.suptitle(f"{rows}, blocks of {self.block_sizes} tokens", fontsize="medium")
-        return written(figure, path)
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
 
 def _draw_blocks(axes: Any, stats: CacheStats) -> None:

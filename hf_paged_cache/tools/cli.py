@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +12,6 @@ from hf_paged_cache.errors import PagedCacheError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-EXIT_UNHEALTHY = 1
-EXIT_USAGE = 2
 
 app = typer.Typer(
     add_completion=False,
@@ -73,31 +68,21 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     report = examine()
     typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
     if not report.is_healthy:
-        raise typer.Exit(EXIT_UNHEALTHY)
-
-
-def main() -> None:
-    """Run the command line."""
-    sys.exit(app())
+        raise typer.Exit(1)
 
 
 def _config_of(model: str) -> PreTrainedConfig:
     """The config of a hub id, a folder or a file."""
     import transformers
     from huggingface_hub.utils import logging as hub_logging
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     # They tell of every try, and of fields that are said again when the model is loaded.
     for log in (transformers.logging, hub_logging):
         log.set_verbosity_error()
     try:
-        if not Path(model).is_file():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
-            return config
-        values = json.loads(Path(model).read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or values.get("model_type") not in CONFIG_MAPPING:
-            raise ValueError("it is no config of a model type that transformers knows")
-        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return config
     except Exception as error:  # whatever the hub, the disk or the config may raise
         raise PagedCacheError(
             f"no config of {model!r}: {_one_line(error)} Expected a hub id (with a network, or in the local "
@@ -119,7 +104,7 @@ def _amount(text: str | None) -> int | str | None:
 
 def _refused(message: object) -> typer.Exit:
     typer.echo(f"error: {_one_line(message)}", err=True)
-    return typer.Exit(EXIT_USAGE)
+    return typer.Exit(2)
 
 
 def _one_line(message: object) -> str:

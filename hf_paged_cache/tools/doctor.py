@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_paged_cache
+from hf_paged_cache.cache.paged_cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.formats import kv_format
@@ -28,13 +29,11 @@ from hf_paged_cache.store.device.memory import free_memory_bytes
 from .columns import aligned
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy")
+# What changes what runs, beside variables of the package.
 _VARIABLES = ("XDG_CACHE_HOME", "CXX", "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
-"""What changes what runs, beside variables of the package."""
 _BATCH, _KV_HEADS, _GROUP, _BLOCK, _DIM, _BLOCKS = 2, 2, 2, 16, 64, 2
-_DECODE_TOLERANCE = 2e-3
-"""RMS ratio between two answers in float32 from the same bytes; GPUs may multiply with fewer bits."""
-_WRITE_TOLERANCE = 1e-2
-"""The same between what two encoders have stored: a rounding tie may fall to either side."""
+_DECODE_TOLERANCE = 2e-3  # RMS ratio of answers in float32 from the same bytes; GPUs may use fewer bits
+_WRITE_TOLERANCE = 1e-2  # of what two encoders have stored: a rounding tie may fall to either side
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +47,17 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """The state of a machine.
+    """The state of a machine."""
 
-    Attributes:
-        versions: Package -> version, None if it is not installed.
-        environment: Variables that are set and change what runs.
-        backends: Backend -> whether it runs for blocks on this device, or why not; fastest first.
-        problems: What is wrong, with ways out; healthy if there is nothing.
-        seconds: What the checks took, without compiling.
-    """
-
-    versions: dict[str, str | None]
+    versions: dict[str, str | None]  # package -> version, None if it is not installed
     machine: dict[str, str]
-    environment: dict[str, str]
-    backends: dict[str, str]
+    environment: dict[str, str]  # variables that are set and change what runs
+    backends: dict[str, str]  # backend -> whether it runs on this device, or why not; fastest first
     compiler: str
     cache_folder: str
     checks: tuple[Check, ...]
-    problems: tuple[str, ...]
-    seconds: float
+    problems: tuple[str, ...]  # what is wrong, with ways out; healthy if there is nothing
+    seconds: float  # that the checks took, without compiling
 
     @property
     def is_healthy(self) -> bool:
@@ -90,19 +81,14 @@ class Report:
         lines = []
         for title, facts in parts:
             lines += [title, *(f"  {line}" for line in aligned(list(facts.items()), left=2)), ""]
-        if self.is_healthy:
-            return "\n".join([*lines, "healthy"])
-        return "\n".join([*lines, "NOT HEALTHY", *(f"  - {problem}" for problem in self.problems)])
+        end = ["NOT HEALTHY", *(f"  - {problem}" for problem in self.problems)]
+        return "\n".join([*lines, *(["healthy"] if self.is_healthy else end)])
 
 
 def examine(device: str | torch.device | None = None) -> Report:
-    """Look at this machine.
+    """Look at this machine, for blocks on a device (the first GPU, else the CPU).
 
-    Args:
-        device: Where blocks would lie; the default is the first GPU, else the CPU.
-
-    Returns:
-        What was found. The first call on a machine compiles the kernels, which takes seconds.
+    The first call on a machine compiles the kernels, which takes seconds.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     machine = _describe(where)  # compiles what there is to compile
@@ -134,9 +120,6 @@ def examine(device: str | torch.device | None = None) -> Report:
         problems=tuple(dict.fromkeys(problems)),
         seconds=seconds,
     )
-
-
-# --- what there is ------------------------------------------------------------------------------------------
 
 
 def _version_of(module: str) -> str | None:
@@ -211,10 +194,8 @@ def _backends(device: torch.device) -> tuple[dict[str, str], list[str]]:
     return reasons, problems
 
 
-# --- the self-test: against plain loops and the default cache -----------------------------------------------
-
-
 def _checks(device: torch.device) -> Iterator[Check]:
+    """The self-test, against plain loops and the default cache."""
     for name in (*LAYER_DTYPES, "generate"):
         try:
             outcome = _generate(device) if name == "generate" else _write_and_attend(name, device)
@@ -265,14 +246,11 @@ def _stored(blocks: LayerBlocks) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _rms_ratio(got: torch.Tensor, want: torch.Tensor) -> float:
     """RMS of the difference over RMS of what it should be; infinite if anything is NaN."""
-    ratio = ((got - want).square().mean() / want.square().mean()).sqrt().item()
-    return ratio if ratio == ratio else float("inf")
+    return float(((got - want).norm() / want.norm()).nan_to_num(nan=float("inf")))
 
 
 def _generate(device: torch.device) -> tuple[bool, str]:
     """With a tiny random model, with this cache and with the default one."""
-    from hf_paged_cache.cache.paged_cache import PagedCache
-
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
     config = LlamaConfig(pad_token_id=0, eos_token_id=None, **sizes, **heads)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from hf_paged_cache.display.figures import byte_unit, new_figure, written
+from hf_paged_cache.cache.paged_cache import PagedCache
+from hf_paged_cache.display.figures import byte_unit, new_figure
 from hf_paged_cache.errors import PagedCacheError
 from hf_paged_cache.host import compat
 from hf_paged_cache.host.lazy_tensor import plain_tensors
@@ -23,8 +24,7 @@ from hf_paged_cache.host.lazy_tensor import plain_tensors
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""Names under which versions and models of `transformers` take a cache."""
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # by version and model of `transformers`
 _STATM = Path("/proc/self/statm")
 
 # (line, marker, colour): told apart by shape too, so that grey will do.
@@ -38,23 +38,16 @@ _LEGEND_EDGES = 0.05
 class Moment:
     """What was seen after a forward.
 
-    Attributes:
-        tokens: In each row of the cache. Of a cache that does not count them (recurrent states alone): those
-            that were fed to it since the recording began.
-        used_bytes: Of K and V in what holds tokens, and of states of layers that keep no K and V.
-        allocated_bytes: The same with all that is set aside. On a CPU what was never written is not resident.
-        used_blocks: Blocks that hold tokens; None for a cache without blocks.
-        process_bytes: On a CPU what the process has resident, where the system tells it as Linux does, else
-            None; on a GPU what torch has allocated there.
-        elapsed_s: Seconds since the recording began.
+    A cache of recurrent states alone does not count tokens: `tokens` are those that were fed to it since the
+    recording began. On a GPU `process_bytes` is what torch has allocated there.
     """
 
-    tokens: int
-    used_bytes: int
-    allocated_bytes: int
-    used_blocks: int | None
-    process_bytes: int | None = None
-    elapsed_s: float = 0.0
+    tokens: int  # in each row of the cache
+    used_bytes: int  # of K and V in what holds tokens, and of states of layers that keep no K and V
+    allocated_bytes: int  # the same with all that is set aside, which on a CPU is resident once it is written
+    used_blocks: int | None  # that hold tokens; None for a cache without blocks
+    process_bytes: int | None = None  # resident, where the system tells it as Linux does, else None
+    elapsed_s: float = 0.0  # since the recording began
 
 
 class MemoryTimeline:
@@ -70,17 +63,11 @@ class MemoryTimeline:
 
     It hangs a hook on the model inside the block and changes no result. A step that `torch.compile` has
     compiled runs no Python and is not seen. What a process allocates once, at the first forward of all,
-    counts as memory of the timeline that sees it.
+    counts as memory of the timeline that sees it; `start_process_bytes` is from before the first forward.
 
     Args:
-        model: What is called with a cache.
+        model: What is called with a cache; PagedCacheError if it is no module.
         label: Its name in a picture; the class of the cache by default.
-
-    Attributes:
-        start_process_bytes: As `Moment.process_bytes`, before the first forward.
-
-    Raises:
-        PagedCacheError: `model` is no module.
     """
 
     def __init__(self, model: torch.nn.Module, *, label: str | None = None) -> None:
@@ -91,8 +78,6 @@ class MemoryTimeline:
         self._label = label
         self._names = list(inspect.signature(model.forward).parameters)
         self._moments: list[Moment] = []
-        self._fed_tokens = 0
-        self._start_s = 0.0
         self._hook: Any = None
 
     def __enter__(self) -> Self:
@@ -110,11 +95,7 @@ class MemoryTimeline:
 
     @property
     def rows(self) -> Sequence[Moment]:
-        """What was seen, forward by forward.
-
-        Raises:
-            PagedCacheError: There was no forward with a cache.
-        """
+        """What was seen, forward by forward; PagedCacheError if there was none with a cache."""
         if not self._moments:
             raise PagedCacheError(
                 f"{self.label}: no forward of this {type(self._model).__name__} with a cache was seen; in "
@@ -134,16 +115,9 @@ class MemoryTimeline:
         return "resident memory" if self._device.type == "cpu" else f"allocated on {self._device}"
 
     def to_dict(self) -> dict[str, Any]:
-        """`label`, `start_process_bytes` and `rows`, one dict a forward, as numbers and strings.
-
-        Raises:
-            PagedCacheError: There was no forward with a cache.
-        """
-        return {
-            "label": self.label,
-            "start_process_bytes": self.start_process_bytes,
-            "rows": [asdict(moment) for moment in self.rows],
-        }
+        """`label`, `start_process_bytes` and `rows`, one dict a forward; raises as `rows` does."""
+        rows = [asdict(moment) for moment in self.rows]
+        return {"label": self.label, "start_process_bytes": self.start_process_bytes, "rows": rows}
 
     def plot(self, *others: MemoryTimeline, path: str | Path | None = None) -> Figure:
         """Draw this timeline and others; see `plot_together`."""
@@ -151,25 +125,22 @@ class MemoryTimeline:
 
     @staticmethod
     def plot_together(timelines: Sequence[MemoryTimeline], path: str | Path | None = None) -> Figure:
-        """Draw bytes of K and V, memory of the process, and blocks, against tokens.
+        """Draw bytes of K and V, memory of the process, and blocks, against tokens; a line for each timeline.
 
-        Args:
-            timelines: One line each.
-            path: Where to write the picture too; its ending chooses the kind (`.png`, `.svg`, `.pdf`).
-
-        Returns:
-            A figure of matplotlib, which a notebook shows.
+        A notebook shows the figure. It is written to `path` too, whose ending (`.png`, …) chooses the kind.
 
         Raises:
-            PagedCacheError: There is no timeline, one has seen no forward with a cache, or matplotlib is not
-                installed.
+            PagedCacheError: There is no timeline, one saw no forward with a cache, or there is no matplotlib.
         """
         if not timelines or not all(isinstance(each, MemoryTimeline) for each in timelines):
             raise PagedCacheError(
                 f"timelines must be a non-empty list of MemoryTimeline, got {timelines!r}; e.g. "
                 "MemoryTimeline.plot_together([paged, default])"
             )
-        return written(_drawn(timelines), path)
+        figure = _drawn(timelines)
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
     @property
     def _device(self) -> torch.device:
@@ -187,15 +158,9 @@ class MemoryTimeline:
         self._label = self._label or type(cache).__name__
         fed = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
         self._fed_tokens += next((int(x.shape[1]) for x in fed if isinstance(x, torch.Tensor)), 0)
-        held = holdings_of(cache)
-        self._moments.append(
-            replace(
-                held,
-                tokens=held.tokens or self._fed_tokens,
-                process_bytes=_process_bytes(self._device),
-                elapsed_s=time.perf_counter() - self._start_s,
-            )
-        )
+        held, elapsed_s = holdings_of(cache), time.perf_counter() - self._start_s
+        tokens, process_bytes = held.tokens or self._fed_tokens, _process_bytes(self._device)
+        self._moments.append(replace(held, tokens=tokens, process_bytes=process_bytes, elapsed_s=elapsed_s))
 
 
 def _process_bytes(device: torch.device) -> int | None:
@@ -206,13 +171,11 @@ def _process_bytes(device: torch.device) -> int | None:
     return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# --- what a cache holds: only looked at, nothing is settled, and no device is waited for on purpose ---------
-
-
 def holdings_of(cache: Cache) -> Moment:
-    """What a cache holds; of a pair for an encoder-decoder both, with the tokens of the decoder."""
-    from hf_paged_cache.cache.paged_cache import PagedCache
+    """What a cache holds; of a pair for an encoder-decoder both, with the tokens of the decoder.
 
+    It is only looked at: nothing is settled, and no device is waited for on purpose.
+    """
     if isinstance(cache, EncoderDecoderCache):
         decoder, cross = map(holdings_of, (cache.self_attention_cache, cache.cross_attention_cache))
         blocks = [part.used_blocks for part in (decoder, cross) if part.used_blocks is not None]
@@ -247,9 +210,6 @@ def _holdings_of_stock(cache: Cache) -> Moment:
                 length = tensor.shape[-2] if name in ("keys", "values") and tensor.dim() > 2 else 0
                 used += tensor.nbytes * min(filled, length) // length if length else tensor.nbytes
     return Moment(tokens, used, sum(storages.values()), None)
-
-
-# --- the picture --------------------------------------------------------------------------------------------
 
 
 def _drawn(timelines: Sequence[MemoryTimeline]) -> Figure:

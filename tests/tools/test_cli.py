@@ -102,7 +102,7 @@ def test_plan_refuses_bad_input_in_one_line(folder: str, arguments: str, message
         (lambda path: "nobody/has-this-model", "no config of 'nobody/has-this-model'"),
         (lambda path: str(path), "Expected a hub id"),
         (lambda path: _file(path, "{"), "no config of"),
-        (lambda path: _file(path, '{"model_type": "nonsense"}'), "it is no config of a model type"),
+        (lambda path: _file(path, '{"model_type": "nonsense"}'), "model type `nonsense`"),
         (lambda path: _file(path, T5Config().to_json_string()), "'t5' is an encoder-decoder"),
     ],
     ids=["hub id", "empty folder", "broken file", "unknown type", "encoder-decoder"],

@@ -1,8 +1,4 @@
-"""A plan of memory before anything is loaded: the bytes of a cache by format, and how far a memory reaches.
-
-`plan_memory` asks the code that sizes pools, for shapes that the model itself has shown in a forward on the
-meta device. So its numbers are those of the real cache, to the byte.
-"""
+"""A plan of memory before anything is loaded: bytes of a cache by format, and how far a memory reaches."""
 
 from __future__ import annotations
 

@@ -9,20 +9,11 @@ import torch
 
 from hf_paged_cache.errors import PagedCacheError
 
-_UNITS = {"B": 1} | {
-    f"{prefix}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("KMGTP", start=1)
-}
-_BY_NAME = {name.lower(): factor for name, factor in _UNITS.items()}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtp])(i?))?b", re.IGNORECASE)
 _SHOWN = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes of K and V by name."""
-
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What people call them."""
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what people call them
 
 
 def as_bytes(argument: str, value: object) -> int:
@@ -30,13 +21,14 @@ def as_bytes(argument: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) else None
-    factor = None if match is None else _BY_NAME.get(match[2].lower())
-    if match is None or factor is None:
+    if match is None:
         raise PagedCacheError(
             f"{argument} must be a number of bytes, or a string like '24GiB' or '24GB', got {value!r}; units "
-            f"are {', '.join(_UNITS)}"
+            "are B, KB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"
         )
-    return int(Decimal(match[1]) * factor)
+    number, prefix, binary = match.groups()
+    power = "kmgtp".index(prefix.lower()) + 1 if prefix else 0
+    return int(Decimal(number) * (1024 if binary else 1000) ** power)
 
 
 def as_dtype(argument: str, value: object) -> torch.dtype:

@@ -1,8 +1,4 @@
-"""Bytes of a cache in one format for any rows and tokens, and how far a memory reaches with it.
-
-They come from the code that makes pools: a real cache is opened on the meta device, where its pools take no
-memory, and asked.
-"""
+"""Bytes of a cache in one format for any rows and tokens, and how far a memory reaches with it."""
 
 from __future__ import annotations
 
@@ -20,17 +16,15 @@ if TYPE_CHECKING:
 
     from .stored_shapes import StoredShapes
 
-MOST = 1 << 50
-"""No number of rows or tokens goes further."""
-_LONG_PROMPT_TOKENS = 1 << 31
-"""A prompt this long tells no more than a longer one."""
+MOST = 1 << 50  # no number of rows or tokens goes further
+_LONG_PROMPT_TOKENS = 1 << 31  # a prompt this long tells no more than a longer one
 
 
 class FormatSizes:
     """Sizes of pools and states in the format of a cache, an empty one with the settings that are planned.
 
-    It is opened here, for rows of `context` tokens, which the format `adaptive` goes by. PagedCacheError if
-    the format cannot store the heads.
+    They come from the code that makes pools: the cache is opened on the meta device, where they take no
+    memory, for rows of `context` tokens, which `adaptive` goes by. PagedCacheError if it cannot store them.
     """
 
     def __init__(self, cache: PagedCache, stored: StoredShapes, context: int) -> None:

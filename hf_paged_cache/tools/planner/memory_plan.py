@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from html import escape
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from hf_paged_cache.tools.columns import aligned
 
 from .amounts import shown
-
-T = TypeVar("T")
 
 _HEADER = ("format", "tier", "bytes/token", "a request", "the batch", "pools + states")
 _LIMITS = ("fits", "max context", "max batch")
@@ -25,12 +24,9 @@ class FormatPlan:
     Attributes:
         kv_cache_dtype: The format.
         tier: Where its blocks lie: `device`, the memory of the device that the layers are on.
-        bytes_per_token: Of one token in all layers while it is in every window, as it is stored for good,
-            rounded up.
-        growth_bytes_per_token: Of one more token when all windows are full, rounded up; 0 if nothing grows
-            any more.
-        request_bytes: Of a single request of the whole context: whole blocks, those in the model's dtype
-            included, and states.
+        bytes_per_token: Of a token in all layers that is in every window, as stored for good, rounded up.
+        growth_bytes_per_token: Of one more token when all windows are full, rounded up; 0 if nothing grows.
+        request_bytes: Of one request of the whole context: all its blocks, and states.
         batch_bytes: So many of them.
         pool_bytes: What `PagedCache(..., max_tokens=plan.max_tokens)` preallocates for the batch. For several
             rows a few blocks more than they fill, since rows may be unlike in length.
@@ -56,17 +52,6 @@ class FormatPlan:
     def cache_bytes(self) -> int:
         """Of the batch: pools and states."""
         return self.pool_bytes + self.state_bytes
-
-
-class _OfChosen(Generic[T]):
-    """A field of `FormatPlan`, of the format that was asked for."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, plan: MemoryPlan, owner: type) -> T:
-        found: T = getattr(plan.chosen, self._name)
-        return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,21 +93,17 @@ class MemoryPlan:
     refused: dict[str, str]
     notes: tuple[str, ...] = ()
 
-    bytes_per_token = _OfChosen[int]()
-    request_bytes = _OfChosen[int]()
-    batch_bytes = _OfChosen[int]()
-    pool_bytes = _OfChosen[int]()
-    state_bytes = _OfChosen[int]()
-    fits = _OfChosen[bool | None]()
-    max_context = _OfChosen[int | None]()
-    max_batch = _OfChosen[int | None]()
+    bytes_per_token = property(attrgetter("chosen.bytes_per_token"))
+    request_bytes = property(attrgetter("chosen.request_bytes"))
+    batch_bytes = property(attrgetter("chosen.batch_bytes"))
+    pool_bytes = property(attrgetter("chosen.pool_bytes"))
+    state_bytes = property(attrgetter("chosen.state_bytes"))
+    fits = property(attrgetter("chosen.fits"))
+    max_context = property(attrgetter("chosen.max_context"))
+    max_batch = property(attrgetter("chosen.max_batch"))
 
     def of(self, kv_cache_dtype: str) -> FormatPlan:
-        """The numbers of one format.
-
-        Raises:
-            KeyError: It was not planned, or cannot store this model's heads.
-        """
+        """The numbers of one format; KeyError if it was not planned, or cannot store this model's heads."""
         for plan in self.formats:
             if plan.kv_cache_dtype == kv_cache_dtype:
                 return plan
@@ -167,8 +148,7 @@ class MemoryPlan:
         below = [*([] if verdict is None else ["", verdict]), *_remarks(self)]
         return "\n".join([*_summary(self), "", *aligned(_table(self), left=2), *below])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         header, *lines = _table(self)

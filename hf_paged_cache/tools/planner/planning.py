@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from hf_paged_cache.config import KV_CACHE_DTYPES, LAYER_DTYPES, PagedCacheConfig, own_name
+from hf_paged_cache.config import LAYER_DTYPES, KVCacheDtype, LayerDtype, PagedCacheConfig, own_name
 from hf_paged_cache.errors import PagedCacheError, UnsupportedLayerError
 from hf_paged_cache.formats import DEFAULT_GROUP_SIZE, FORMATS
 from hf_paged_cache.host import architectures, compat
@@ -19,9 +19,6 @@ from .amounts import DTYPES, SHORT_DTYPES, as_bytes, as_dtype, shown
 from .format_sizes import MOST, FormatSizes
 from .memory_plan import MemoryPlan
 from .stored_shapes import StoredShapes, shapes_of_config, shapes_of_model
-
-if TYPE_CHECKING:
-    from hf_paged_cache.config import KVCacheDtype, LayerDtype
 
 
 def plan_memory(
@@ -52,7 +49,7 @@ def plan_memory(
 
     Args:
         config_or_model: A config, which is enough, or a model.
-        context: Tokens of every row, prompt and answer.
+        context: Tokens of every row, prompt and answer. More than the model was made for is a UserWarning.
         batch: Rows.
         kv_cache_dtype: The format that is asked for; the plan has the others too.
         memory: Of the device, as bytes or `"24GiB"`; None plans sizes only.
@@ -60,32 +57,22 @@ def plan_memory(
             in. The default are the parameters of the model, or of a skeleton in `dtype`.
         dtype: Of the model, and so of K and V that are not quantized. The default is the model's or the
             config's; bfloat16 where that says nothing.
-        block_size: As `PagedCache` takes it.
+        block_size: As `PagedCache` takes it; so are the others, for all formats.
         group_size: The same.
-        layer_dtypes: The same, for the rows of all formats.
+        layer_dtypes: The same.
         residual_length: The same.
         sink_tokens: The same.
-
-    Returns:
-        Sizes and limits, by format.
 
     Raises:
         PagedCacheError: An argument is out of range or of the wrong type, or the model cannot be looked into.
         UnsupportedLayerError: The model is an encoder-decoder, or `PagedCache` cannot serve it, or its bytes
             depend on more than numbers of tokens.
-
-    Warns:
-        UserWarning: The context is longer than what the model was made for.
     """
     config, model = compat.resolve_config(config_or_model)
     kv_cache_dtype = own_name(kv_cache_dtype)
     for name, unit, value in (("context", "tokens", context), ("batch", "rows", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
+        if type(value) is not int or not 0 < value < MOST:
             raise PagedCacheError(f"{name} must be a positive number of {unit}, got {value!r}")
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise PagedCacheError(
-            f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
-        )
     memory_bytes = None if memory is None else as_bytes("memory", memory)
     if config.is_encoder_decoder:
         raise UnsupportedLayerError(
@@ -106,7 +93,7 @@ def plan_memory(
         "sink_tokens": sink_tokens,
     }
     sizes, refused = _sizes(config, stored, context, kv_cache_dtype, settings)
-    weight_bytes = _weight_bytes(weights, stored)
+    weight_bytes: int | None = _weight_bytes(weights, stored)
     if weights is None and model is None and getattr(config, "quantization_config", None) is not None:
         if memory is not None:
             raise PagedCacheError(
@@ -147,7 +134,7 @@ def _sizes(
     from hf_paged_cache.cache.paged_cache import PagedCache
 
     sizes, refused = [], {}
-    for name in dict.fromkeys((*LAYER_DTYPES, asked)):
+    for name in LAYER_DTYPES if asked in LAYER_DTYPES else (*LAYER_DTYPES, asked):
         arguments: dict[str, Any] = {**settings, "kv_cache_dtype": name, "max_tokens": 1}
         try:
             cache = PagedCache(copy.deepcopy(config), **arguments)  # the caller's config stays as it was
@@ -159,7 +146,7 @@ def _sizes(
     return sizes, refused
 
 
-def _weight_bytes(weights: int | str | torch.dtype | None, stored: StoredShapes) -> int | None:
+def _weight_bytes(weights: int | str | torch.dtype | None, stored: StoredShapes) -> int:
     """Bytes that are given, or follow from a dtype that is given; without either those of the parameters."""
     named = DTYPES.get(SHORT_DTYPES.get(weights, weights)) if isinstance(weights, str) else weights
     if isinstance(named, torch.dtype):

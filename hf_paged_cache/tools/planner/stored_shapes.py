@@ -25,29 +25,19 @@ from hf_paged_cache.store.pool_tensors import PoolShape
 
 _REMEMBERED = 32
 _INSTEAD = "make the cache and ask its `memory_footprint()`"
-_SKELETON_DTYPE = torch.bfloat16
-"""Some kernels for experts take no other dtype on the meta device."""
+_SKELETON_DTYPE = torch.bfloat16  # some kernels for experts take no other on the meta device
 
 
 @dataclass(frozen=True)
 class StoredShapes:
-    """What a cache holds of a model.
+    """What a cache holds of a model."""
 
-    Attributes:
-        layers: Layer index -> heads, dims and dtype of K and V, in the order in which a forward writes.
-        state_bytes: Of one row, whatever its length: states of linear attention and convolutions.
-        state_token_bytes: Of one row and token, outside the blocks: keys of indexers.
-        own_tokens: Tokens that the model puts into every row beside those it is given.
-        weight_bytes: Of the model's parameters.
-        weights: Number of the model's parameters.
-    """
-
-    layers: dict[int, PoolShape]
-    state_bytes: int
-    state_token_bytes: int
-    own_tokens: int
+    layers: dict[int, PoolShape]  # layer index -> heads, dims and dtype of K and V, as a forward writes them
+    state_bytes: int  # of one row, whatever its length: states of linear attention and convolutions
+    state_token_bytes: int  # of one row and token, outside the blocks: keys of indexers
+    own_tokens: int  # that the model puts into every row beside those it is given
     weight_bytes: int
-    weights: int
+    weights: int  # number of parameters
 
 
 _known: dict[tuple[type, str, torch.dtype], StoredShapes] = {}
@@ -64,10 +54,7 @@ def shapes_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> StoredShap
 
 
 def shapes_of_model(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
-    """Run a token or two through a model or skeleton, and see what it stores.
-
-    The dtype counts for the model's own; tensors that the model keeps in another one stay as they are.
-    """
+    """Run a token or two through a model or skeleton, and see what it stores if `dtype` is its own."""
     config: Any = model.config
     architectures.layer_specs(config)  # refuses what PagedCache does, before a forward fails
     parameters = list(model.parameters())
@@ -98,9 +85,6 @@ def shapes_of_model(model: torch.nn.Module, dtype: torch.dtype) -> StoredShapes:
     )
 
 
-# --- a forward ----------------------------------------------------------------------------------------------
-
-
 class _Recorder(DynamicCache):
     """The host's own cache, which notes the K and V that it is given."""
 
@@ -108,9 +92,7 @@ class _Recorder(DynamicCache):
         super().__init__(config=config)
         self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Note, and go on."""
         self.written.setdefault(layer_idx, (key_states, value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -185,9 +167,6 @@ def _states(cache: _Recorder) -> list[torch.Tensor]:
     return [x for x in found if isinstance(x, torch.Tensor)]
 
 
-# --- a skeleton ---------------------------------------------------------------------------------------------
-
-
 def _skeleton(config: PreTrainedConfig) -> torch.nn.Module:
     """A model of that config on the meta device."""
     config = copy.deepcopy(config)
@@ -227,7 +206,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # __init_su
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return False if args[0].dtype is torch.bool else 0.0 if args[0].is_floating_point() else 0
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         return func(*args, **(kwargs or {}))
 
 

@@ -1,8 +1,4 @@
-"""A profile of what a format does to a model, layer by layer, against full precision on the same tokens.
-
-`profile_cache` measures. The `CacheProfile` that it returns is plain data that prints, saves and draws
-itself, names the worst layers, and proposes which of them to store better.
-"""
+"""A profile of what a format does to a model, layer by layer, against full precision on the same tokens."""
 
 from __future__ import annotations
 

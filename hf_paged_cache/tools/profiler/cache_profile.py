@@ -15,7 +15,6 @@ from .profile_figure import profile_figure
 from .step_errors import LayerErrors, StepErrors
 
 _FULL = "auto"
-_BETTER = "int8"
 _HEADER = ("layer", "format", "K own", "K", "V own", "V", "attn own", "attn", "attn cos", "worst head")
 
 
@@ -28,8 +27,7 @@ class Suggestion:
     ```
 
     Attributes:
-        layer_dtypes: Layer index -> format, where it is not `kv_cache_dtype`; those that the profile was made
-            with included.
+        layer_dtypes: Layer index -> format, where not `kv_cache_dtype`; those of the profile included.
         kl: KL(full precision || format) measured with them, in nats, mean over rows and decode steps.
         kl_before: Of the profile.
         target_kl: What was asked for; `kl` is at most that.
@@ -112,13 +110,10 @@ class CacheProfile:
         return sum(self.bytes_per_token_by_layer.values())
 
     def worst_layers(self, n: int | None = None) -> list[int]:
-        """Layer indices, the worst first.
+        """The `n` worst layers (all by default), the worst first.
 
         By the RMS ratio of the attention output that is the layer's own doing, RMS over the measured steps:
         by the other one, layers after a bad layer would be named for it.
-
-        Args:
-            n: How many; all by default.
         """
         totals = dict.fromkeys(self.layer_dtypes, 0.0)
         for errors in (layer for step in self.steps for layer in step.layers):
@@ -126,33 +121,57 @@ class CacheProfile:
         return sorted(totals, key=lambda layer: (-totals[layer], layer))[:n]
 
     def suggest_layer_dtypes(self, *, target_kl: float) -> Suggestion:
-        """Which layers to store better, so that `kl` is at most a target.
+        """Which layers to store better, so that `kl` is at most a target in nats, and what that costs.
 
         The worst layers move to `int8`, as few as do; if all in `int8` are not enough, the worst of those
         stay in the model's dtype. How many is found by bisection, and every trial is a real run over the
         tokens of this profile (some six for thirty layers), as is what comes back.
 
-        Args:
-            target_kl: In nats, mean over rows and decode steps.
-
-        Returns:
-            The formats, the KL that was measured with them, and what they cost.
-
         Raises:
             PagedCacheError: The target is no positive number; this profile was read from JSON; or the target
                 is missed even with every layer in the model's dtype.
         """
-        return _suggestion(self, target_kl)
+        is_number = isinstance(target_kl, int | float) and not isinstance(target_kl, bool)
+        if not is_number or not 0 < target_kl < math.inf:
+            raise PagedCacheError(
+                f"target_kl must be a positive number of nats, got {target_kl!r}; e.g. 1e-3, the KL of this "
+                f"profile is {self.kl:.2e}"
+            )
+        if self.rerun is None:
+            raise PagedCacheError(
+                "a profile that was read from JSON cannot run the model again; call "
+                "`profile_cache(...).suggest_layer_dtypes(...)`"
+            )
+        chosen, found, runs = dict(self.asked_layer_dtypes), self, 0
+        for layer_dtype in ("int8", _FULL):
+            ranked = [x for x in found.worst_layers() if found.layer_dtypes[x] not in (layer_dtype, _FULL)]
+            if found.kl <= target_kl or not ranked:
+                continue
+            before, too_few, enough = chosen, 0, len(ranked)
+            chosen = before | dict.fromkeys(ranked, layer_dtype)
+            # In the model's dtype there is nothing left to rank.
+            found = self.rerun(chosen, layer_dtype != _FULL)
+            runs += 1
+            # Fewer than what this ends with might do where KL does not fall with every layer.
+            while found.kl <= target_kl and enough - too_few > 1:
+                middle = (too_few + enough) // 2
+                tried = before | dict.fromkeys(ranked[:middle], layer_dtype)
+                outcome = self.rerun(tried, False)
+                runs += 1
+                if outcome.kl <= target_kl:
+                    chosen, found, enough = tried, outcome, middle
+                else:
+                    too_few = middle
+        if found.kl > target_kl:
+            raise PagedCacheError(
+                f"target_kl={target_kl:.2e} is out of reach: KL is {found.kl:.2e} nats even with every layer "
+                "in the model's dtype, where only the model's own rounding differs; choose a larger target"
+            )
+        sizes = found.bytes_per_token, self.bytes_per_token
+        return Suggestion(dict(sorted(chosen.items())), found.kl, self.kl, float(target_kl), *sizes, runs)
 
     def table(self, step: int | None = None) -> str:
-        """A text table: KL and top-1 of the measured steps, and the errors of every layer after one of them.
-
-        Args:
-            step: One of the measured steps; the last by default.
-
-        Raises:
-            PagedCacheError: That step was not measured.
-        """
+        """A text table: KL and top-1 of all measured steps, and the errors of all layers `at` one of them."""
         at = self.at(step)
         share = self.bytes_per_token / self.full_bytes_per_token
         steps = [(str(step.step), _small(step.kl), f"{step.top1:.1%}") for step in self.steps]
@@ -180,20 +199,14 @@ class CacheProfile:
         """
         found = self.steps[-1] if step is None else next((x for x in self.steps if x.step == step), None)
         if found is None:
-            raise PagedCacheError(
-                f"step must be one of the measured ones, {[x.step for x in self.steps]}, got {step!r}"
-            )
+            measured = [each.step for each in self.steps]
+            raise PagedCacheError(f"step must be one of the measured ones, {measured}, got {step!r}")
         return found
 
     def plot(self, path: str | Path, *, step: int | None = None) -> Path:
-        """Draw the attention error of layers and heads after a step, and KL over the steps.
+        """Draw the attention error of layers and heads `at` a step, and KL over all steps.
 
-        Args:
-            path: Of the picture; its ending chooses the kind (`.png`, `.svg`, `.pdf`).
-            step: One of the measured steps; the last by default.
-
-        Returns:
-            The path.
+        The ending of the path chooses the kind of picture (`.png`, `.svg`, `.pdf`).
 
         Raises:
             PagedCacheError: That step was not measured, or matplotlib is not installed.
@@ -220,11 +233,7 @@ class CacheProfile:
 
     @classmethod
     def from_json(cls, text: str) -> CacheProfile:
-        """A profile from what `to_json` wrote. It cannot run the model again.
-
-        Raises:
-            PagedCacheError: The text is something else.
-        """
+        """A profile from what `to_json` wrote, else PagedCacheError. It cannot run the model again."""
         try:
             data = json.loads(text)
             data["steps"] = tuple(map(StepErrors.from_dict, data["steps"]))
@@ -249,51 +258,3 @@ def _table_line(layer: LayerErrors, layer_dtype: str) -> tuple[str, ...]:
 def _small(value: float) -> str:
     """Three digits, without an exponent where the eye can do without."""
     return f"{value:.4f}" if value == 0 or value >= 1e-3 else f"{value:.1e}"
-
-
-def _suggestion(profile: CacheProfile, target_kl: float) -> Suggestion:
-    """Bisection over the worst layers, with real runs; see `CacheProfile.suggest_layer_dtypes`."""
-    if isinstance(target_kl, bool) or not isinstance(target_kl, int | float) or not 0 < target_kl < math.inf:
-        raise PagedCacheError(
-            f"target_kl must be a positive number of nats, got {target_kl!r}; e.g. 1e-3, the KL of this "
-            f"profile is {profile.kl:.2e}"
-        )
-    if profile.rerun is None:
-        raise PagedCacheError(
-            "a profile that was read from JSON cannot run the model again; call "
-            "`profile_cache(...).suggest_layer_dtypes(...)`"
-        )
-    chosen, found, runs = dict(profile.asked_layer_dtypes), profile, 0
-    for layer_dtype in (_BETTER, _FULL):
-        ranked = [x for x in found.worst_layers() if found.layer_dtypes[x] not in (layer_dtype, _FULL)]
-        if found.kl <= target_kl or not ranked:
-            continue
-        before, too_few, enough = chosen, 0, len(ranked)
-        chosen = before | dict.fromkeys(ranked, layer_dtype)
-        # In the model's dtype there is nothing left to rank.
-        found = profile.rerun(chosen, layer_dtype != _FULL)
-        runs += 1
-        # Fewer than what this ends with might do where KL does not fall with every layer.
-        while found.kl <= target_kl and enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            tried = before | dict.fromkeys(ranked[:middle], layer_dtype)
-            outcome = profile.rerun(tried, False)
-            runs += 1
-            if outcome.kl <= target_kl:
-                chosen, found, enough = tried, outcome, middle
-            else:
-                too_few = middle
-    if found.kl > target_kl:
-        raise PagedCacheError(
-            f"target_kl={target_kl:.2e} is out of reach: KL is {found.kl:.2e} nats even with every layer in "
-            "the model's dtype, where only the model's own rounding differs; choose a larger target"
-        )
-    return Suggestion(
-        layer_dtypes=dict(sorted(chosen.items())),
-        kl=found.kl,
-        kl_before=profile.kl,
-        target_kl=float(target_kl),
-        bytes_per_token=found.bytes_per_token,
-        bytes_per_token_before=profile.bytes_per_token,
-        runs=runs,
-    )

@@ -23,8 +23,8 @@ from .step_errors import HeadSums, LayerErrors, errors_of
 if TYPE_CHECKING:
     from hf_paged_cache.attention.attention_call import AttentionCall
 
+# Arguments that the full-precision cache takes, too; the others say how K and V are stored.
 _ALSO_FULL = ("block_size", "max_tokens", "max_cache_len", "gpu_memory_utilization")
-"""Arguments that the full-precision cache takes, too; the others say how K and V are stored."""
 
 
 class _FullCache(PagedCache):
@@ -35,9 +35,7 @@ class _FullCache(PagedCache):
         self.own = own
         self.own_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         views = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self.own is not None:
             self.own_views[layer_idx] = self.own.update(key_states, value_states, layer_idx)
@@ -45,16 +43,13 @@ class _FullCache(PagedCache):
 
 
 class Pair:
-    """The two runs, and the errors between them.
+    """The two runs, and the errors between them: `full` in full precision, and `cache` in the format.
 
-    Attributes:
-        full: The cache of the run in full precision. Its `own` stores the same K and V in the format.
-        cache: That of the run in the format.
+    Layers are looked at if `full` has its `own`, which stores the K and V of that run in the format.
     """
 
     def __init__(self, model: Any, arguments: Mapping[str, Any], *, with_layers: bool) -> None:
         self._model = model
-        self._with_layers = with_layers
         self.cache = PagedCache(model, **arguments)
         own = PagedCache(model, **arguments) if with_layers else None
         self.full = _FullCache(model, own, **{key: arguments[key] for key in _ALSO_FULL if key in arguments})
@@ -64,12 +59,8 @@ class Pair:
         self._outputs: dict[int, torch.Tensor] = {}
 
     def feed(self, tokens: torch.Tensor, *, is_prompt: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feed tokens `[batch, tokens]` to both runs.
-
-        Returns:
-            Logits `[batch, vocabulary]` of the next token on the format, and in full precision.
-        """
-        observes = self._with_layers and not is_prompt
+        """Feed `[batch, tokens]`; return next logits `[batch, vocabulary]` of the format and of the other."""
+        observes = self.full.own is not None and not is_prompt
         full_logits = self._forward(tokens, self.full, self._observe_full if observes else None)
         logits = self._forward(tokens, self.cache, self._observe_format if observes else None)
         self._outputs.clear()
@@ -78,7 +69,7 @@ class Pair:
 
     def layer_errors(self) -> tuple[LayerErrors, ...]:
         """The errors of every layer now, those of attention since the last call."""
-        missing = sorted(set(bytes_per_token(self.cache)) - set(self._attention))
+        missing = sorted(set(self.cache._state.blocks) - set(self._attention))
         if missing:
             raise UnsupportedLayerError(
                 f"layers {missing} of this {self._model.config.model_type!r} model do not hand the K and V "
@@ -93,8 +84,8 @@ class Pair:
                 for got in (self.cache.layers[layer], self.full.own.layers[layer])  # type: ignore[union-attr]
                 for side in ("keys", "values")
             )
-            sums = attention.errors(), self._own_attention[layer].errors()
-            found.append(LayerErrors(layer, keys, values, sums[0], own_keys, own_values, sums[1]))
+            own = own_keys, own_values, self._own_attention[layer].errors()
+            found.append(LayerErrors(layer, keys, values, attention.errors(), *own))
         self._attention.clear()
         self._own_attention.clear()
         return tuple(found)

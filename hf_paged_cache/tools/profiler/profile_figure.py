@@ -35,13 +35,8 @@ def _draw_heads(figure: Any, axes: Any, step: StepErrors) -> None:
     rows = [layer.own_attention.rms_ratio_by_head for layer in step.layers]
     # Layers may differ in their number of heads.
     width = max(map(len, rows))
-    image = axes.imshow(
-        [[*row, *[float("nan")] * (width - len(row))] for row in rows],
-        aspect="auto",
-        cmap="magma_r",
-        vmin=0.0,
-        interpolation="nearest",
-    )
+    cells = [[*row, *[float("nan")] * (width - len(row))] for row in rows]
+    image = axes.imshow(cells, aspect="auto", cmap="magma_r", vmin=0.0, interpolation="nearest")
     figure.colorbar(image, ax=axes, label="RMS ratio of what the layer itself adds")
     axes.set(xlabel="query head", ylabel="layer", title="by layer and head")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -50,7 +45,7 @@ def _draw_heads(figure: Any, axes: Any, step: StepErrors) -> None:
 
 
 def _draw_layers(axes: Any, step: StepErrors) -> None:
-    places = list(range(len(step.layers)))
+    places = range(len(step.layers))
     total = [layer.attention.rms_ratio for layer in step.layers]
     own = [layer.own_attention.rms_ratio for layer in step.layers]
     axes.barh(places, total, 0.85, color=_TOTAL, label="with what earlier layers bring")

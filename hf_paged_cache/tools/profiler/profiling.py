@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from hf_paged_cache.attention.paged_attention import paged_attention
 from hf_paged_cache.config import KVCacheDtype, LayerDtype, own_name
@@ -50,12 +50,8 @@ def profile_cache(
         kv_cache_dtype: As `PagedCache` takes it.
         steps: Decode steps after the prompt at which layers are measured.
         layer_dtypes: As `PagedCache` takes it.
-        progress: Show a progress bar, with tqdm or rich, whichever is installed.
-        **cache_arguments: What else `PagedCache` takes, but for `compile`. `max_tokens` is by default what
-            the tokens need.
-
-    Returns:
-        The errors by layer and head, and those of the logits.
+        progress: Show a progress bar.
+        **cache_arguments: What else `PagedCache` takes, but for `compile`. By default pools fit the tokens.
 
     Raises:
         PagedCacheError: An argument is out of range or of the wrong type, the input is too short, or the
@@ -66,23 +62,12 @@ def profile_cache(
     _check_model(model)
     steps = _checked_steps(input_ids, steps)
     if cache_arguments.pop("compile", False):
-        raise PagedCacheError(
-            "compile=True is of no use here: compiled steps cannot be looked into; leave it away"
-        )
-    block_size = cache_arguments.get("block_size", 64)
-    is_sized = any(cache_arguments.get(name) is not None for name in ("max_tokens", "max_cache_len"))
-    if not is_sized and isinstance(block_size, int) and block_size > 0:
-        batch, tokens = input_ids.shape
-        cache_arguments["max_tokens"] = batch * -(-tokens // block_size) * block_size
-    run = partial(
-        _profile,
-        model,
-        input_ids.to(compat.expected_device(model)),
-        steps,
-        cache_arguments | {"kv_cache_dtype": own_name(kv_cache_dtype)},
-        set(),
-        progress,
-    )
+        raise PagedCacheError("compile=True is of no use here: leave it away, as steps are looked into")
+    if all(cache_arguments.get(name) is None for name in ("max_tokens", "max_cache_len")):
+        cache_arguments["max_cache_len"] = input_ids.shape[1]
+    arguments = cache_arguments | {"kv_cache_dtype": own_name(kv_cache_dtype)}
+    ids = input_ids.to(compat.expected_device(model))
+    run = partial(_profile, model, ids, steps, arguments, set(), progress)
     profile = run({index: own_name(name) for index, name in (layer_dtypes or {}).items()}, True)
     return replace(profile, rerun=run)
 
@@ -105,7 +90,7 @@ def _profile(
         pair = Pair(model, {**arguments, "layer_dtypes": layer_dtypes}, with_layers=with_layers)
         pair.feed(input_ids[:, :prompt_tokens], is_prompt=True)
         kls, agreements, found = [], [], []
-        for step in _shown(range(1, steps[-1] + 1), progress):
+        for step in tqdm(range(1, steps[-1] + 1), "decode steps", disable=not progress):
             token = prompt_tokens + step - 1
             logits, full_logits = pair.feed(input_ids[:, token : token + 1])
             if any((x.isnan() | x.isposinf()).any() for x in (logits, full_logits)):
@@ -163,42 +148,26 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _shown(steps: range, progress: bool) -> Iterable[int]:
-    for module, name in (("tqdm.auto", "tqdm"), ("rich.progress", "track")) if progress else ():
-        with suppress(ImportError):
-            shown: Iterable[int] = getattr(import_module(module), name)(steps, "decode steps")
-            return shown
-    return steps
-
-
 def _check_model(model: object) -> None:
     config, found = compat.resolve_config(model)
     if found is None:
-        raise PagedCacheError(
-            f"model must be a model, which can be run; got its config, a {type(config).__name__}"
-        )
+        raise PagedCacheError(f"model must be one that runs; got its config, a {type(config).__name__}")
     if config.is_encoder_decoder:
         raise UnsupportedLayerError(
-            f"this {config.model_type!r} model is an encoder-decoder, and profiles are of decoders that "
-            "continue a prompt"
+            f"this {config.model_type!r} model is an encoder-decoder, and profiles are of decoders alone"
         )
     if not any(spec.is_paged for spec, _ in architectures.layer_specs(config)):
         raise UnsupportedLayerError(
-            f"no layer of this {config.model_type!r} model keeps K and V in blocks, so there is nothing to "
-            "profile"
+            f"no layer of this {config.model_type!r} model has K and V in blocks: there is nothing to profile"
         )
 
 
-def _checked_steps(input_ids: torch.Tensor, steps: object) -> tuple[int, ...]:
+def _checked_steps(input_ids: torch.Tensor, steps: Any) -> tuple[int, ...]:
     """The steps in order, which leave a prompt of the ids."""
-    if not (
-        isinstance(steps, list | tuple | range)
-        and all(isinstance(step, int) and not isinstance(step, bool) and step > 0 for step in steps)
-        and 0 < len(set(steps)) == len(steps)
-    ):
+    are_numbers = isinstance(steps, list | tuple | range) and all(type(x) is int and x > 0 for x in steps)
+    if not are_numbers or not 0 < len(set(steps)) == len(steps):
         raise PagedCacheError(
-            f"steps must be different positive numbers of decode steps, got {steps!r}; the "
-            "default is (10, 50, 100)"
+            f"steps must be different positive numbers of decode steps, as (10, 50, 100), got {steps!r}"
         )
     is_tensor = isinstance(input_ids, torch.Tensor)
     if not is_tensor or input_ids.dim() != 2 or not len(input_ids) or input_ids.is_floating_point():

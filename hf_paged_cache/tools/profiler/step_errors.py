@@ -33,16 +33,14 @@ class LayerErrors:
     """The errors of one layer, each measured twice.
 
     The plain fields compare two runs of the model, so they hold what earlier layers and steps have brought,
-    too: later layers look worse. The `own_` fields have the layer store the K and V of the full-precision
-    run, and let that run's queries attend to them, so they hold what this layer's format does and nothing
-    else.
+    too: later layers look worse. For the `own_` fields the layer stores the K and V of the full-precision
+    run, whose queries attend to them, so they hold what this layer's format does and nothing else.
 
     Attributes:
         layer: Its index.
         keys: Stored K, over the kv heads; all tokens that the layer keeps.
         values: Stored V, the same.
-        attention: Output of attention before the output projection, over the query heads; the decode steps
-            since the last measured one.
+        attention: Its output before the projection, over query heads and steps since the last measured one.
         own_keys: Error of K from storing it.
         own_values: Error of V from storing it.
         own_attention: Error of the attention output from storing this layer's K and V.
@@ -78,24 +76,16 @@ class StepErrors:
         """What `dataclasses.asdict` made a dict of, and JSON lists of tuples."""
         layers = []
         for layer in data["layers"]:
-            measured = {name: _errors_from(value) for name, value in layer.items() if name != "layer"}
+            measured = {name: value for name, value in layer.items() if name != "layer"}
+            for name, errors in measured.items():
+                by_head = {side: tuple(errors[side]) for side in ("rms_ratio_by_head", "cosine_by_head")}
+                measured[name] = Errors(**errors | by_head)
             layers.append(LayerErrors(layer["layer"], **measured))
         return cls(**data | {"layers": tuple(layers)})
 
 
-def _errors_from(data: dict[str, Any]) -> Errors:
-    by_head = {name: tuple(data[name]) for name in ("rms_ratio_by_head", "cosine_by_head")}
-    return Errors(**data | by_head)
-
-
-# --- arithmetic ---------------------------------------------------------------------------------------------
-
-
 class HeadSums:
-    """Sums over vectors, from which the errors of every head follow.
-
-    Sums are kept in float64 on the CPU, so a measurement may go on for any number of steps.
-    """
+    """Sums over vectors, from which errors follow; in float64 on the CPU, so for any number of steps."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(3, 1, dtype=torch.float64)  # squared errors, squared norms, cosines; by head
@@ -115,13 +105,11 @@ class HeadSums:
 
     def errors(self) -> Errors:
         """The errors over everything that was taken in."""
-        error, norm, cosine = self._sums[0], self._sums[1], self._sums[2] / max(self._count, 1)
-        return Errors(
-            rms_ratio=_ratio(error.sum(), norm.sum()),
-            cosine=float(cosine.mean()),
-            rms_ratio_by_head=tuple(map(_ratio, error, norm)),
-            cosine_by_head=tuple(cosine.tolist()),
-        )
+        error, norm, cosine = self._sums
+        cosine = cosine / max(self._count, 1)
+        ratio = (error.sum() / norm.sum().clamp(min=_TINY)).sqrt()
+        by_head = (error / norm.clamp(min=_TINY)).sqrt()
+        return Errors(float(ratio), float(cosine.mean()), tuple(by_head.tolist()), tuple(cosine.tolist()))
 
 
 def errors_of(got: torch.Tensor, want: torch.Tensor) -> Errors:
@@ -142,7 +130,3 @@ def kl_divergence(logits: torch.Tensor, full_logits: torch.Tensor) -> torch.Tens
 def top1_agreement(logits: torch.Tensor, full_logits: torch.Tensor) -> torch.Tensor:
     """Whether the likeliest next token is the same, `[...]`."""
     return logits.argmax(-1) == full_logits.argmax(-1)
-
-
-def _ratio(error: torch.Tensor, norm: torch.Tensor) -> float:
-    return float((error / norm.clamp(min=_TINY)).sqrt())
