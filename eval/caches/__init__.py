@@ -10,5 +10,4 @@ __all__ = ["ALIASES", "CACHES", "CacheEntry", "CacheUnavailable", "Demand", "ten
 CACHES: dict[str, CacheEntry] = {entry.name: entry for entry in (*stock.ENTRIES, *paged.ENTRIES)}
 """Name -> contender, in the order of the table."""
 
-ALIASES = paged.ALIASES
-"""Other names of some of them."""
+ALIASES = paged.ALIASES  # other names of some of them

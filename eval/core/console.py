@@ -15,7 +15,6 @@ from eval.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
 
 EXIT_WRONG = 1
@@ -52,20 +51,6 @@ def header(environment: dict[str, Any], backend: str) -> str:
         f"{gpu}{environment['cpu']}, {environment['cpu_count']} cores, {threads}, "
         f"{environment['memory_bytes'] / 1e9:.0f} GB, load {environment['load_average_1_min']}\n"
         f"{environment['machine']}, Python {environment['python']}, {packages}, kernels: {backend}"
-    )
-
-
-def progress_bar(console: Console, *, is_shown: bool = True) -> Progress:
-    """A bar with the steps done and the time taken, and a description behind it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-        disable=not is_shown,
     )
 
 

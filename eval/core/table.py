@@ -45,7 +45,7 @@ class Bound:
         return {**fields, "holds": self.holds}
 
 
-def required(what: str, value: float, limit: float | None, **fields: Any) -> tuple[Bound, ...]:
+def required(what: str, value: Any, limit: float | None, **fields: Any) -> tuple[Bound, ...]:
     """The bound of a row where there is a limit; none where that is None."""
     return () if limit is None else (Bound(what, value, limit, **fields),)
 
@@ -89,6 +89,11 @@ class Result:
                 {**row.cells, "required": [bound.to_dict() for bound in row.bounds]} for row in self.rows
             ],
         }
+
+
+def plain(*keys: str) -> tuple[Column, ...]:
+    """Columns that are headed by their keys, whose values are printed as they are."""
+    return tuple(Column(key, key) for key in keys)
 
 
 def fixed(digits: int) -> Callable[[Any], str]:

@@ -35,11 +35,9 @@ DRY_RUN_ASKED: dict[str, dict[str, Any]] = {
     "decode": {"mask": "bool_padding", "end": 20, "block_size": 16, "group": 2, **_TOY},
     "split": {"end": 530, "batch": 1, "mask": "bool_padding", "group": 1, "dense": "edges", **_TOY},
 }
-DRY_RUN_STORED = ("int8", "int4")
-"""One that is written per token and one in whole blocks: interpreted, a store takes seconds."""
+DRY_RUN_STORED = ("int8", "int4")  # written per token and in whole blocks: interpreted, a store takes seconds
 COLUMNS = 3
-STORED_TOLERANCE = 1e-2
-"""RMS ratio between what two encoders have stored: a rounding tie may fall to either side."""
+STORED_TOLERANCE = 1e-2  # RMS ratio of what two encoders stored: a rounding tie may fall to either side
 
 
 def items(settings: Settings) -> list[Item]:

@@ -27,10 +27,8 @@ PICTURE = Picture(
 _PANEL_INCHES = (6.2, 4.2)
 _TITLE_INCHES = 0.6
 _BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
-_ROOM = 1.2
-"""Free space at both ends of the axis of bits, as a factor."""
-_WIDE = 100.0
-"""Differences of one sign that are so many times apart get an axis of powers."""
+_ROOM = 1.2  # free space at both ends of the axis of bits, as a factor
+_WIDE = 100.0  # differences of one sign that are so many times apart get an axis of powers
 
 
 @dataclass(frozen=True)

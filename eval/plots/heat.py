@@ -24,8 +24,7 @@ _COLUMNS = 4
 _CELL_INCHES = (0.5, 0.3)
 _AROUND_INCHES = (0.35, 0.75)
 _MARGINS_INCHES = (0.9, 1.4)
-_DARK_PERCENT = 65
-"""From here on numbers are written in white."""
+_DARK_PERCENT = 65  # from here on numbers are written in white
 
 
 def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:

@@ -19,15 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH_INCHES, _PANEL_INCHES, _AROUND_INCHES = 8.5, 4.3, 0.8
-_ASIDE = 0.25
-"""Part of the way to the next length over which lines with bars are spread."""
-_ROOM = 1.08
-"""Factor between the outermost lines and the ends of the axis."""
-_LEAST_DECADES = 0.5
-"""Less than this of an axis of powers has too few round numbers to read it by."""
+_ASIDE = 0.25  # part of the way to the next length over which lines with bars are spread
+_ROOM = 1.08  # factor between the outermost lines and the ends of the axis
+_LEAST_DECADES = 0.5  # less than this of an axis of powers has too few round numbers to read it by
 
-Ends = tuple[float, float, float]
-"""(low, middle, high) of what was measured at one length."""
+Ends = tuple[float, float, float]  # (low, middle, high) of what was measured at one length
 
 
 @dataclass(frozen=True)

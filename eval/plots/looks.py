@@ -19,8 +19,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8"
 _STROKES = ("-", "--", "-.", ":")
 _NAME_POINTS = 8.5
 _NAME_LINES = 1.5
-_NAMES_AT = 1.07
-"""Place of names, in widths of the axes."""
+_NAMES_AT = 1.07  # place of names, in widths of the axes
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from eval.quality.protocol import OFFSET, Comparison, Outcome
 
 MAX_KL_NATS = {"auto": 1e-6, "int8": 4e-4, "fp8": 8e-3, "k8v4": 7e-3, "int4": 2.5e-2}
 MAX_INT4_BITS = 4.6
-MIN_BELOW_STOCK = 4.0
-"""How many times the KL of a stock cache in 4 bits must be that of `int4`."""
-MAX_PERPLEXITY_CHANGE_PERCENT = {"int8": 3.0, "k8v4": 3.0, "int4": 5.0}
-"""With the key offset."""
+MIN_BELOW_STOCK = 4.0  # how many times the KL of a stock cache in 4 bits must be that of `int4`
+MAX_PERPLEXITY_CHANGE_PERCENT = {"int8": 3.0, "k8v4": 3.0, "int4": 5.0}  # with the key offset
 MAX_KL_OF_OFFSET_NATS = {"dynamic": 1e-3, "auto": 1e-3}
 """A softmax does not see the offset; more than rounding would mean that the experiment is wrong."""
 

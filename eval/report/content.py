@@ -12,8 +12,7 @@ from eval.report.numbers import NOTHING
 from eval.report.terminal import COLUMNS, DIFFERENCE_RULE, cells, score_heading
 from eval.run.rows import Prediction, Row, Run, by_task, problem_lines, shared_context
 
-_MOST_CHARACTERS = 600
-"""Of an answer."""
+_MOST_CHARACTERS = 600  # of an answer
 NO_PICTURES = "Not drawn, because matplotlib is not installed: pip install 'hf-paged-cache[plots]'"
 
 

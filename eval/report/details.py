@@ -26,10 +26,8 @@ MEANINGS = (
     (_AGREEMENT, f"the main metric with {DEFAULT_CACHE}'s own answers as references"),
 )
 
-Table = tuple[str, list[str], list[list[str]]]
-"""(title, headings, the texts of each line)."""
-Columns = Sequence[tuple[str, Callable[[Row], str]]]
-"""(heading, text of a row)."""
+Table = tuple[str, list[str], list[list[str]]]  # (title, headings, the texts of each line)
+Columns = Sequence[tuple[str, Callable[[Row], str]]]  # (heading, text of a row)
 
 
 def table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:

@@ -20,8 +20,7 @@ from eval.tasks.base import Outcome
 
 CONFIG = "config.yaml"
 
-Key = tuple[str, int, str]
-"""(task, index of the unit, cache)."""
+Key = tuple[str, int, str]  # (task, index of the unit, cache)
 
 
 class Journal:

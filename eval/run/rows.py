@@ -9,8 +9,7 @@ from typing import Any
 
 from eval.core.statistics import Spread
 
-DEFAULT_CACHE = "dynamic"
-"""The cache that the others are compared with."""
+DEFAULT_CACHE = "dynamic"  # the cache that the others are compared with
 MIB = 2**20
 
 

@@ -27,8 +27,7 @@ from eval.tasks.base import Unit
 
 RUNS_DIR = Path(__file__).resolve().parents[1] / "runs"
 
-Work = dict[str, list[Unit]]
-"""Name of a task -> all its units."""
+Work = dict[str, list[Unit]]  # name of a task -> all its units
 
 
 class Session:

@@ -28,8 +28,7 @@ from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
 PROMPT_TOKENS = 1024
 STEPS = 64
-SAMPLES_PER_TEXT = 8
-"""What a text counts for: it takes as long as so many short answers."""
+SAMPLES_PER_TEXT = 8  # what a text counts for: it takes as long as so many short answers
 _CATALOGUE = Source(str(text.CATALOGUE), {"input": "text"})
 
 

@@ -30,10 +30,8 @@ from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit
 
 CHUNK_TOKENS = 64
 _DEFAULT_CONTEXT_TOKENS = 2048
-_CONTEXT_TOKENS_PER_SAMPLE = 128
-"""With few samples a window is shorter, unless its length was asked for."""
-SAMPLES_PER_WINDOW = 8
-"""What a window counts for: it takes as long as so many short answers."""
+_CONTEXT_TOKENS_PER_SAMPLE = 128  # with few samples a window is shorter, unless its length was asked for
+SAMPLES_PER_WINDOW = 8  # what a window counts for: it takes as long as so many short answers
 
 
 def perplexity(answers: Sequence[Answer]) -> Statistic:

@@ -35,15 +35,12 @@ from eval.run.settings import Settings
 from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
 HEAD = "Catalogue of software packages.\n\n"
-ENTRY_WORDS = 45
-"""Of an entry, so that a catalogue has many."""
-ANSWER_WORDS = 4
-"""Of the entry's first sentence, that have to be right."""
+ENTRY_WORDS = 45  # of an entry, so that a catalogue has many
+ANSWER_WORDS = 4  # of the entry's first sentence, that have to be right
 DEPTHS_PERCENT = (0, 25, 50, 75, 100)
 TOKENS_PER_QUESTION = 512
 """Of a catalogue, for one question at each depth: long ones are dear to read, so they are asked more."""
-_QUESTION_TOKENS = 60
-"""Room left for a name and an answer."""
+_QUESTION_TOKENS = 60  # room left for a name and an answer
 _DEFAULT_CONTEXTS = (512, 1024, 2048, 4096)
 
 

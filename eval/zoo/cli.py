@@ -46,16 +46,17 @@ def zoo(
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configs are made, not loaded
     terminal = console.terminal()
+    from eval.core.progress import Progress
+
     with console.usage_errors():
         options = _options(block_size, attn, formats)
         chosen = _chosen(terminal, types, kind)
         console.check_writable(json_file)
         reports = []
-        with console.progress_bar(terminal) as progress:
-            bar = progress.add_task("", total=len(chosen))
+        with Progress(terminal, "", total=len(chosen)) as progress:
             for report in reports_of(chosen, options, jobs=jobs, limit_s=limit):
                 reports.append(report)
-                progress.update(bar, advance=1, description=report.name)
+                progress.update(report.name, 1)
         reports.sort(key=lambda report: report.name)
         _hand_out(terminal, reports, options, json_file)
     if any(report.is_wrong for report in reports):
@@ -65,10 +66,7 @@ def zoo(
 def reports_of(
     entries: Sequence[Entry], options: Options, *, jobs: int, limit_s: float, examine: Any = None
 ) -> Iterator[Report]:
-    """Look at every entry in a process of its own; reports come as they are ready.
-
-    A type is given up after `limit_s` seconds. `examine` is what looks at one, a function of a module.
-    """
+    """Look at every entry in a process of its own, by a function of a module; reports come as they are ready."""
     from eval.zoo.examine import Report, examine_alone
 
     # A server that has imported everything and started no thread forks in milliseconds.
@@ -79,9 +77,8 @@ def reports_of(
             yield outcome.value
             continue
         entry = outcome.call.arguments[0]
-        report = Report(entry.name, entry.model_type, entry.class_name, problem=outcome.problem)
-        report.has_died, report.seconds = True, outcome.seconds
-        yield report
+        about = {"problem": outcome.problem, "has_died": True, "seconds": outcome.seconds}
+        yield Report(entry.name, entry.model_type, entry.class_name, **about)
 
 
 def _hand_out(terminal: Any, reports: list[Report], options: Options, json_file: Path | None) -> None:

@@ -17,8 +17,7 @@ from hf_paged_cache.host.compat import cache_argument
 
 SEED = 0  # what random numbers of all benches start from
 PROMPT_TOKENS = 512
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""RMS of the difference of logits over RMS of the logits, between two caches of one dtype."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # RMS ratio of logits with two caches of one dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -92,13 +91,11 @@ def fill_random(cache: Any, model: Any, batch: int, tokens: int) -> None:
     """
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads
+    options = {"dtype": model.dtype, "device": model.device}
     generator = torch.Generator(model.device).manual_seed(SEED)
-
-    def normal(tokens: int) -> torch.Tensor:
-        size = (batch, config.num_key_value_heads, tokens, head_dim)
-        return torch.empty(size, dtype=model.dtype, device=model.device).normal_(generator=generator)
-
-    keys, values = normal(tokens), normal(tokens).add_(normal(1))
+    sizes = ((batch, config.num_key_value_heads, count, head_dim) for count in (tokens, tokens, 1))
+    keys, values, mean = (torch.empty(size, **options).normal_(generator=generator) for size in sizes)
+    values += mean
     for layer_idx in range(config.num_hidden_layers):
         cache.update(keys, values, layer_idx)
 
@@ -132,17 +129,17 @@ def remove_last(cache: Any, tokens: int) -> None:
 
     A `QuantizedCache`, which cannot be cropped, loses tokens that it has not quantized yet.
     """
-    if not isinstance(cache, QuantizedCache | StaticCache):  # older versions have no `crop` for the latter
-        cache.crop(-tokens)
-    for layer in cache.layers:
-        if isinstance(cache, QuantizedCache):
+    if isinstance(cache, QuantizedCache):
+        for layer in cache.layers:
             layer.cumulative_length -= tokens
-            for name in ("keys", "values"):
-                kept = getattr(layer, name)[..., :-tokens, :]
-                setattr(layer, name, kept if kept.shape[-2] else kept.new_empty(0))
-        elif isinstance(cache, StaticCache):
+            kept = (states[..., :-tokens, :] for states in (layer.keys, layer.values))
+            layer.keys, layer.values = (x if x.shape[-2] else x.new_empty(0) for x in kept)
+    elif isinstance(cache, StaticCache):  # older versions have no `crop` for it
+        for layer in cache.layers:
             layer.cumulative_length.sub_(tokens)
-        elif type(cache) is DynamicCache:
+    else:
+        cache.crop(-tokens)
+        for layer in cache.layers if type(cache) is DynamicCache else ():
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
 
 
@@ -158,9 +155,10 @@ def check(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) ->
 
 def forward(name: str, model: Any, cache: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits `[1, vocabulary]` of the last token, the model reading and extending `cache`."""
-    use(name, model)
-    argument = {cache_argument(model): cache}
-    logits: torch.Tensor = model(token_ids, use_cache=True, logits_to_keep=1, **argument).logits[:, -1]
+    contender = forward_contender(name, model, cache, token_ids)
+    contender.prepare()
+    outputs: Any = contender.step()
+    logits: torch.Tensor = outputs.logits[:, -1]
     return logits
 
 

@@ -16,8 +16,7 @@ from eval.core.results import FOLDER
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 _BEGIN = re.compile(r"<!-- table:(?P<name>\S+) -->")
-_END = "<!-- /table -->"
-"""A table stands between these two, each on its own line."""
+_END = "<!-- /table -->"  # a table stands between these two, each on its own line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
