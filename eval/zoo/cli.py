@@ -66,7 +66,7 @@ def zoo(
 def reports_of(
     entries: Sequence[Entry], options: Options, *, jobs: int, limit_s: float, examine: Any = None
 ) -> Iterator[Report]:
-    """Look at every entry in a process of its own, by a function of a module; reports come as they are ready."""
+    """Look at every entry in a process of its own, by a function of a module; reports come when ready."""
     from eval.zoo.examine import Report, examine_alone
 
     # A server that has imported everything and started no thread forks in milliseconds.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import math
 import re
@@ -110,13 +109,8 @@ class _Shrinking:
 
 def _arguments_of(config: PreTrainedConfig) -> dict[str, Any]:
     config_class = type(config)
-    names = (
-        [field.name for field in dataclasses.fields(config_class)]
-        if dataclasses.is_dataclass(config_class)
-        else [*inspect.signature(config_class.__init__).parameters]
-    )
     left_alone = {"transformers_version", "architectures", "dtype", "problem_type", "is_encoder_decoder"}
-    held = vars(config)
+    held, names = vars(config), inspect.signature(config_class.__init__).parameters
     stored_as = {name: config_class.attribute_map.get(name, name) for name in names}
     # Composites without fields (`encoder-decoder`) take the configs inside them as further arguments.
     stored_as |= {name: name for name, value in held.items() if isinstance(value, PreTrainedConfig)}
@@ -188,8 +182,7 @@ def build(entry: Entry, attention: str | None = None) -> Any:
 
 def _special_ids(entry: Entry, config: PreTrainedConfig) -> dict[str, int]:
     """Ids that generation uses. There is no end: every row has all its tokens."""
-    if entry.model_type in ("musicgen", "musicgen_melody"):
-        # One above the last code stands for silence.
+    if entry.model_type in ("musicgen", "musicgen_melody"):  # one above the last code stands for silence
         return dict.fromkeys(("bos_token_id", "pad_token_id", "decoder_start_token_id"), sizes.VOCAB)
     ids = {"bos_token_id": sizes.BOS, "pad_token_id": sizes.PAD}
     return {**ids, "decoder_start_token_id": sizes.START} if config.is_encoder_decoder else ids
@@ -197,12 +190,9 @@ def _special_ids(entry: Entry, config: PreTrainedConfig) -> dict[str, int]:
 
 def _inner(config: PreTrainedConfig, wanted: type) -> PreTrainedConfig | None:
     """The config of a class inside another."""
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            found = value if isinstance(value, wanted) else _inner(value, wanted)
-            if found is not None:
-                return found
-    return None
+    inside = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    found = (value if isinstance(value, wanted) else _inner(value, wanted) for value in inside)
+    return next(filter(None, found), None)
 
 
 def _without_towers() -> AbstractContextManager[Any]:
