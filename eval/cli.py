@@ -15,7 +15,7 @@ COMMANDS = {
     "quality": "eval.quality.cli",
     "zoo": "eval.zoo.cli",
     "gpu": "eval.gpu.cli",
-    "readme": "eval.report.readme.cli",
+    "readme": "eval.readme.cli",
 }
 """Name of a command -> module with its `app`, imported when it is asked for; none imports torch for that."""
 DEFAULT = "run"

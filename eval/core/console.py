@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,9 +45,9 @@ def header(environment: dict[str, Any], backend: str) -> str:
     versions = environment["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if versions.get(name))
     gpu = f"{environment['gpu']['name']}, " if "gpu" in environment else ""
-    threads = f"{environment['torch_threads']} threads"
+    cores = f"{environment['cpu_count']} cores, {environment['torch_threads']} threads"
     return (
-        f"{gpu}{environment['cpu']}, {environment['cpu_count']} cores, {threads}, "
+        f"{gpu}{environment['cpu']}, {cores}, "
         f"{environment['memory_bytes'] / 1e9:.0f} GB, load {environment['load_average_1_min']}\n"
         f"{environment['machine']}, Python {environment['python']}, {packages}, kernels: {backend}"
     )
@@ -58,11 +57,6 @@ def check_writable(path: Path | None) -> None:
     """Refuse a path now and not after minutes; older results stay until there are new ones."""
     if path is not None:
         write_results(path, "", mode="a")
-
-
-def write_json(path: Path, document: object, indent: int = 2) -> None:
-    """Write results."""
-    write_results(path, json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
 
 
 def write_results(path: Path, content: str, mode: str = "w") -> None:

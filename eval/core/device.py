@@ -18,12 +18,13 @@ _PACKAGES = ("torch", "transformers", "triton", "numpy", "datasets", "evaluate",
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return the machine, the device, the versions and the load at this moment, ready for JSON."""
+    has_pages = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {})
     described: dict[str, Any] = {
         "machine": f"{platform.system()} {platform.machine()}",
         "cpu": processor(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if has_pages else None,
         "load_average_1_min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "device": str(device),
         "python": platform.python_version(),
@@ -46,18 +47,8 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def _memory_bytes() -> int | None:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def resolve_device(name: str) -> torch.device:
-    """The torch device called `name`; "auto" is CUDA where there is one, else the CPU.
-
-    Raises:
-        UsageError: when torch does not know the name or the device is not there.
-    """
+    """The torch device called `name`, or a `UsageError`; "auto" is CUDA where there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

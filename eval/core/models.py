@@ -32,8 +32,7 @@ class LoadedModel:
 def load(name: str = "smollm2", dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:
     """Load a model: a name of `MODELS`, a hub id, a local folder or a local `.gguf` file.
 
-    Raises:
-        UsageError: when the model cannot be found or loaded, or the device is missing or too small.
+    A model that cannot be had, and a device that is missing or too small, are a `UsageError`.
     """
     device = resolve_device(device) if isinstance(device, str) else device
     path = MODELS[name]() if name in MODELS else Path(name)
@@ -108,5 +107,4 @@ def _smollm2() -> Path:
     )
 
 
-MODELS: dict[str, Callable[[], Path]] = {"smollm2": _smollm2}
-"""Name -> function that finds the model's file or folder on this machine."""
+MODELS: dict[str, Callable[[], Path]] = {"smollm2": _smollm2}  # name -> finds its file or folder here

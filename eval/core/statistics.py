@@ -16,8 +16,7 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 _SEED = 0
 
-Statistic = Callable[[np.ndarray[Any, Any]], float]
-"""The value of a metric over the samples with these indices; an index may come more than once."""
+Statistic = Callable[[np.ndarray[Any, Any]], float]  # value over samples of these indices, some maybe twice
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ def bootstrap_interval(statistic: Statistic, count: int) -> tuple[float, float]:
     Of one sample nothing is known but itself.
     """
     if count < 2:
-        value = statistic(np.arange(count))
-        return value, value
+        return (statistic(np.arange(count)),) * 2
     import scipy.stats
 
     with warnings.catch_warnings():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,15 +81,9 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {
-            "bench": self.name,
-            "title": self.title,
-            "notes": list(self.notes),
-            "seconds": round(self.seconds, 1),
-            "rows": [
-                {**row.cells, "required": [bound.to_dict() for bound in row.bounds]} for row in self.rows
-            ],
-        }
+        rows = [{**row.cells, "required": [bound.to_dict() for bound in row.bounds]} for row in self.rows]
+        about = {"bench": self.name, "title": self.title, "notes": list(self.notes)}
+        return {**about, "seconds": round(self.seconds, 1), "rows": rows}
 
 
 def plain(*keys: str) -> tuple[Column, ...]:
@@ -148,14 +143,9 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _case(result: Result, cells: dict[str, Cell]) -> str:
     """The cells that name the case: those before the first measured number."""
-    named = []
-    for column in result.columns:
-        value = cells.get(column.key)
-        if isinstance(value, float):
-            break
-        if value is not None:
-            named.append(_text(column, value))
-    return ", ".join(named)
+    values = [(column, cells.get(column.key)) for column in result.columns]
+    named = takewhile(lambda pair: not isinstance(pair[1], float), values)
+    return ", ".join(_text(column, value) for column, value in named if value is not None)
 
 
 def _text(column: Column, value: Cell) -> str:

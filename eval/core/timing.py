@@ -20,8 +20,7 @@ class Contender:
 
     name: str  # unique among those it is timed with
     step: Callable[[], object]  # what is timed
-    # called, untimed, after `step` ran so many times in a row; puts back the state before them
-    restore: Callable[[int], object] = lambda steps: None
+    restore: Callable[[int], object] = lambda steps: None  # untimed: puts back the state before so many steps
     prepare: Callable[[], object] = lambda: None  # called, untimed, before these steps
 
 
@@ -63,7 +62,8 @@ def interleave(
         first_s = {contender.name: _turn_s(contender, 1, device) for contender in contenders}
     if steps is not None and min_rounds * steps * sum(first_s.values()) > budget_s:
         steps = 1
-    in_a_row = {name: steps or _repeats_of(seconds) for name, seconds in first_s.items()}
+    repeats = {name: round(_TURN_S / max(taken_s, 1e-9)) for name, taken_s in first_s.items()}
+    in_a_row = {name: steps or min(max(1, count), _MAX_REPEATS) for name, count in repeats.items()}
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     started_s = time.perf_counter()
     for index in range(max_rounds):
@@ -80,7 +80,3 @@ def _turn_s(contender: Contender, steps: int, device: Device) -> float:
     taken_s = device.step_s(contender.step, steps)
     contender.restore(steps)
     return taken_s
-
-
-def _repeats_of(step_s: float) -> int:
-    return max(1, min(_MAX_REPEATS, round(_TURN_S / max(step_s, 1e-9))))

@@ -14,11 +14,7 @@ __all__ = ["Picture", "draw"]
 
 
 def draw(run: Run, folder: Path) -> list[Picture] | None:
-    """Write the pictures of a run into its folder, which exists, as PNG; a question not asked has none.
-
-    Returns:
-        What was written, or None where matplotlib is not installed.
-    """
+    """Write the pictures of a run into its folder, which exists; None where matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
@@ -23,8 +24,8 @@ _ROOM_FOR_NUMBERS = 1.25
 _COLOURS = ("#dddddd", "#8ecae6", "#ffd166", "#b7e4c7", "#f4a6a6", "#cdb4db")
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "++")
 
+# One column of bars: (label of its axis with the unit, value in that unit or None, how it is written).
 Measure = tuple[str, Callable[[Row], float | None], str]
-"""One column of bars: (label of its axis with the unit, value in that unit or None, how it is written)."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,7 @@ class Bars:
         heights = [len(of_task) for of_task in tasks.values()]
         shape: dict[str, Any] = {"squeeze": False, "sharex": "col", "sharey": "row", "height_ratios": heights}
         grid: Any = result.subplots(len(tasks), len(self.measures), **shape)
-        styles = {
-            cache: (_COLOURS[number % len(_COLOURS)], _HATCHES[number % len(_HATCHES)])
-            for number, cache in enumerate(looks)
-        }
+        styles = dict(zip(looks, zip(cycle(_COLOURS), cycle(_HATCHES), strict=False), strict=False))
         for column, measure in zip(grid.T, self.measures, strict=True):
             _fill(column, measure, tasks, styles)
         for axes in grid[:, 0]:
@@ -55,12 +53,7 @@ class Bars:
         return result
 
 
-def _fill(
-    column: Sequence[Axes],
-    measure: Measure,
-    tasks: Mapping[str, list[Row]],
-    styles: Mapping[str, tuple[str, str]],
-) -> None:
+def _fill(column: Sequence[Axes], measure: Measure, tasks: Mapping[str, list[Row]], styles: Any) -> None:
     label, value, spec = measure
     longest = 0.0
     for axes, (task, rows) in zip(column, tasks.items(), strict=True):

@@ -38,8 +38,8 @@ class Point:
     caches: tuple[str, ...]  # their names
     bits: float  # per value
     difference: float  # of the main metric to the default cache
-    low: float  # lower end of its interval
-    high: float  # upper end
+    low: float  # end of its interval
+    high: float
     quality: float  # `difference`, better upwards; zero where it is noise
 
 

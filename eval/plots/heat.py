@@ -21,9 +21,7 @@ PICTURE = Picture(
     "lay at that depth of a text of that length. All caches share one scale: darker is more.",
 )
 _COLUMNS = 4
-_CELL_INCHES = (0.5, 0.3)
-_AROUND_INCHES = (0.35, 0.75)
-_MARGINS_INCHES = (0.9, 1.4)
+_CELL_INCHES, _AROUND_INCHES, _MARGINS_INCHES = (0.5, 0.3), (0.35, 0.75), (0.9, 1.4)
 _DARK_PERCENT = 65  # from here on numbers are written in white
 
 

@@ -85,11 +85,7 @@ TIME = Lines(
 
 
 def _panel(
-    axes: Axes,
-    rows: Sequence[Row],
-    looks: Mapping[str, Look],
-    label: str,
-    value: Callable[[AtContext], Ends],
+    axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look], label: str, value: Callable[[AtContext], Ends]
 ) -> list[Name]:
     """Draw the lines; the names at their ends."""
     lengths = sorted({at.context_tokens for row in rows for at in row.contexts})

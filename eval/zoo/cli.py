@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def _hand_out(terminal: Any, reports: list[Report], options: Options, json_file:
     types = [{"group": support.group_of(report), **dataclasses.asdict(report)} for report in reports]
     counts = {group: len(members) for group, members in support.grouped(reports).items()}
     document = {"environment": described, "settings": vars(options), "counts": counts, "types": types}
-    console.write_json(json_file, document, indent=1)
+    console.write_results(json_file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     page = json_file.with_name("SUPPORT.md")
     console.write_results(page, support.page(reports, options, described))
     terminal.print(f"{json_file} and {page.name} are written", highlight=False)

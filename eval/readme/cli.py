@@ -14,7 +14,7 @@ from eval.core.console import EXIT_WRONG, usage_errors, write_results
 from eval.core.errors import UsageError, check_choice
 from eval.core.results import FOLDER
 
-README = Path(__file__).resolve().parents[3] / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 _BEGIN = re.compile(r"<!-- table:(?P<name>\S+) -->")
 _END = "<!-- /table -->"  # a table stands between these two, each on its own line
 
@@ -49,7 +49,7 @@ def update(file: Path, folder: Path, write: bool) -> list[str]:
 
     What cannot be read or written, and markers that are missing, are a `UsageError`.
     """
-    from eval.report.readme.tables import tables
+    from eval.readme.tables import tables
 
     try:
         old = file.read_text(encoding="utf-8").splitlines()
