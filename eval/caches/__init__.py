@@ -7,7 +7,7 @@ from .base import CacheEntry, CacheUnavailable, Demand, tensor_bytes
 
 __all__ = ["ALIASES", "CACHES", "CacheEntry", "CacheUnavailable", "Demand", "tensor_bytes"]
 
+# Name -> contender, in the order of the table.
 CACHES: dict[str, CacheEntry] = {entry.name: entry for entry in (*stock.ENTRIES, *paged.ENTRIES)}
-"""Name -> contender, in the order of the table."""
 
 ALIASES = paged.ALIASES  # other names of some of them

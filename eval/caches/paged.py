@@ -32,15 +32,13 @@ def _bytes(cache: Any) -> KvBytes:
     return KvBytes(footprint.used_bytes + unpaged, footprint.pool_bytes + unpaged, details)
 
 
-def _entry(name: str, title: str, kv_cache_dtype: KVCacheDtype) -> CacheEntry:
-    return CacheEntry(
-        name, title, functools.partial(_create, kv_cache_dtype), _bytes, lambda cache: cache.fork()
-    )
+def _entry(kv_cache_dtype: KVCacheDtype) -> CacheEntry:
+    name, form = f"paged-{kv_cache_dtype}", kv_cache_dtype
+    if kv_cache_dtype == "auto":
+        name, form = "paged", "the model's dtype"
+    create = functools.partial(_create, kv_cache_dtype)
+    return CacheEntry(name, f"PagedCache in {form}", create, _bytes, lambda cache: cache.fork())
 
 
-ENTRIES = (
-    _entry("paged", "PagedCache in the model's dtype", "auto"),
-    *(_entry(f"paged-{name}", f"PagedCache in {name}", name) for name in LAYER_DTYPES if name != "auto"),
-)
-
+ENTRIES = tuple(map(_entry, LAYER_DTYPES))  # `auto` is the first
 ALIASES = {f"paged-{alias}": f"paged-{name}" for alias, name in DTYPE_ALIASES.items()}

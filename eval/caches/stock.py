@@ -17,9 +17,9 @@ from hf_paged_cache import disable
 
 from .base import CacheEntry, CacheUnavailable, Demand, tensor_bytes
 
+# Backend -> arguments that differ from the defaults (groups of 64, up to 128 of the newest tokens as they
+# are). HQQ groups along head_dim with axis 1, which its makers advise.
 AXES: dict[str, dict[str, int]] = {"quanto": {}, "hqq": {"axis_key": 1, "axis_value": 1}}
-"""Backend -> arguments that differ from the defaults (groups of 64, up to 128 of the newest tokens as they
-are). HQQ groups along head_dim with axis 1, which its makers advise."""
 
 
 def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
@@ -39,14 +39,11 @@ def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
 def _copied(cache: Any) -> Any:
     """A cache of the same keys and values: these layers put new ones in their place and write into none."""
     copied = copy.copy(cache)
-    copied.layers = [_copied_layer(layer) for layer in cache.layers]
+    copied.layers = []
+    for layer in cache.layers:  # states of linear attention are written into
+        only_appends = isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionLayer)
+        copied.layers.append(copy.copy(layer) if only_appends else copy.deepcopy(layer))
     return copied
-
-
-def _copied_layer(layer: Any) -> Any:
-    # States of linear attention are written into.
-    only_appends = isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionLayer)
-    return copy.copy(layer) if only_appends else copy.deepcopy(layer)
 
 
 def _entry(
@@ -68,14 +65,6 @@ def _quantized(name: str, backend: str, bits: int = 8, about: str = "") -> Cache
     return _entry(name, title, lambda model, demand: quantized_cache(model.config, backend, bits))
 
 
-def _dynamic(model: Any, demand: Demand) -> Any:
-    return DynamicCache(config=model.config)
-
-
-def _static(model: Any, demand: Demand) -> Any:
-    return StaticCache(config=model.config, max_cache_len=demand.tokens)
-
-
 def _offloaded(model: Any, demand: Demand) -> Any:
     if model.device.type == "cpu":
         raise CacheUnavailable("it moves layers from an accelerator to the host, and the model is on the CPU")
@@ -95,9 +84,16 @@ def _resident_bytes(cache: Any) -> KvBytes:
 
 
 ENTRIES = (
-    _entry("dynamic", "transformers' default cache (DynamicCache)", _dynamic),
     _entry(
-        "static", "StaticCache of transformers, as long as the batch needs", _static, duplicate=copy.deepcopy
+        "dynamic",
+        "transformers' default cache (DynamicCache)",
+        lambda model, demand: DynamicCache(config=model.config),
+    ),
+    _entry(
+        "static",
+        "StaticCache of transformers, as long as the batch needs",
+        lambda model, demand: StaticCache(config=model.config, max_cache_len=demand.tokens),
+        duplicate=copy.deepcopy,
     ),
     _entry("offloaded", "DynamicCache with its layers on the host", _offloaded, _resident_bytes),
     _quantized("quanto-int4", "quanto", 4),

@@ -26,10 +26,10 @@ class Source:
     columns: Mapping[str, str]
     config: str | None = None  # configuration of a data set
     split: str = "test"  # of a data set
-    # the user's message, `{input}` where the text goes; None leaves it to the task
-    instruction: str | None = None
+    instruction: str | None = None  # the user's message, `{input}` where the text goes; None: the task's
 
 
+# Data sets whose columns are known; any other needs `--input-column` and, for a reference, its column.
 PRESETS = {
     "cnn_dailymail": Source(
         "abisee/cnn_dailymail",
@@ -49,7 +49,6 @@ PRESETS = {
         instruction="Translate the following German text to English:\n\n{input}",
     ),
 }
-"""Data sets whose columns are known; any other needs `--input-column` and, for a reference, its column."""
 
 
 def chosen(settings: Settings, shipped: Source) -> Source:

@@ -33,11 +33,7 @@ def token_ids(tokenizer: Any, text: str) -> torch.Tensor:
 
 
 def row_ids(tokenizer: Any, rows: int, tokens: int, path: Path = CATALOGUE) -> torch.Tensor:
-    """Token ids `[rows, tokens]` of JSON lines with a field `text`, built as `ROWS_RULE` says.
-
-    Raises:
-        UsageError: there is not so much text.
-    """
+    """Token ids `[rows, tokens]` of JSON lines with a field `text`, built as `ROWS_RULE` says."""
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
     encoded = [token_ids(tokenizer, "\n\n".join(texts[row::rows])) for row in range(rows)]
     shortest = min(map(len, encoded))

@@ -19,22 +19,16 @@ _WARM_UP_TOKENS = 16
 
 
 def generate_batch(
-    loaded: LoadedModel,
-    inputs: dict[str, torch.Tensor],
-    entry: CacheEntry,
-    new_tokens: int,
-    *,
-    is_exact: bool = False,
+    loaded: LoadedModel, inputs: dict[str, torch.Tensor], entry: CacheEntry, new_tokens: int, **options: bool
 ) -> tuple[list[list[int]], Measures]:
-    """Generate greedily; the ids of each row, up to and including the end-of-sequence token, and the cost.
+    """Generate with a fresh cache; the ids of each row, as `generate` gives them, and the cost.
 
-    `inputs` are `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left. At most
-    `new_tokens` are generated for a row; with `is_exact` so many, whatever the model would say. The model's
-    attention is left as the cache wanted it. A cache that cannot run here raises `CacheUnavailable`.
+    The model's attention is left as the cache wanted it. A cache that cannot run here raises
+    `CacheUnavailable`.
     """
     rows, tokens = inputs["input_ids"].shape
     with measured(loaded, entry, Demand(rows, tokens + new_tokens)) as run:
-        answers = generate(loaded, inputs, run.cache, new_tokens, is_exact=is_exact)
+        answers = generate(loaded, inputs, run.cache, new_tokens, **options)
     return answers, run.measures()
 
 
@@ -49,9 +43,8 @@ class Measured:
     def measures(self, *, is_timed: bool = True) -> Measures:
         """The cost; where something else is done between forwards, only the first is timed."""
         steps = tuple(self.timer.step_ms) if is_timed else ()
-        kv = self._entry.kv_bytes(self.cache)
-        memory = self.memory.peak_bytes, self.memory.rise_bytes
-        return Measures(self._rows, (self.timer.prefill_ms,), steps, kv, *memory)
+        kv, memory = self._entry.kv_bytes(self.cache), self.memory
+        return Measures(self._rows, (self.timer.prefill_ms,), steps, kv, memory.peak_bytes, memory.rise_bytes)
 
 
 @contextlib.contextmanager
@@ -66,7 +59,11 @@ def measured(loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> Iterator
 def generate(
     loaded: LoadedModel, inputs: dict[str, Any], cache: Any, new_tokens: int, *, is_exact: bool = False
 ) -> list[list[int]]:
-    """Generate greedily with a cache that may hold the beginning of the prompt; ids as `generate_batch`."""
+    """Generate greedily; the ids of each row, up to and including the end-of-sequence token.
+
+    `inputs` are `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left; the cache may
+    hold the beginning. At most `new_tokens` are generated for a row; with `is_exact` so many, always.
+    """
     output = loaded.model.generate(
         **inputs,
         **{cache_argument(loaded.model): cache},
@@ -78,6 +75,10 @@ def generate(
     ends = loaded.model.generation_config.eos_token_id
     stops = {*(ends if isinstance(ends, list) else [ends]), loaded.tokenizer.eos_token_id}
     return [_until_stop(row, stops) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+def _until_stop(row: list[int], stops: Collection[int | None]) -> list[int]:
+    return row[: next((index + 1 for index, token in enumerate(row) if token in stops), None)]
 
 
 def forward(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
@@ -127,8 +128,3 @@ def contexts(
         return asked
     limit = context_tokens(loaded.model) or max(defaults) + room
     return [tokens for tokens in defaults if tokens + room <= limit] or [max(1, limit - room)]
-
-
-def _until_stop(row: list[int], stops: Collection[int | None]) -> list[int]:
-    end = next((index for index, token in enumerate(row) if token in stops), len(row) - 1)
-    return row[: end + 1]

@@ -64,20 +64,15 @@ class Session:
             try:
                 self._work(loaded, work, progress)
             except KeyboardInterrupt:
-                self._console.print(
-                    f"interrupted; what is finished is kept, go on with --resume {self._folder}",
-                    soft_wrap=True,
-                )
+                way_on = f"interrupted; what is finished is kept, go on with --resume {self._folder}"
+                self._console.print(way_on, soft_wrap=True)
                 raise
             progress.update("resampling and drawing")
             finished = self._report(loaded, work, described) if self._processes.is_main else None
         if finished is not None:
             self._console.print(terminal.table(finished.rows, self._console.width))
-            self._console.print(
-                f"{finished.seconds:.0f} s; results.json, report.md and report.html are in {self._folder}",
-                soft_wrap=True,
-                highlight=False,
-            )
+            written = f"results.json, report.md and report.html are in {self._folder}"
+            self._console.print(f"{finished.seconds:.0f} s; {written}", soft_wrap=True, highlight=False)
         self._processes.wait()
         self._processes.close()
         return finished is not None and any(row.failed for row in finished.rows)
