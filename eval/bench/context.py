@@ -41,7 +41,7 @@ class Context:
         self.progress("read bandwidth")
         return readers.fastest(self.budget_s(3.0))
 
-    def race(self, contenders: Sequence[Contender], seconds: float, rounds: int, **options: int) -> Timings:
+    def race(self, contenders: Sequence[Contender], seconds: float, rounds: int, **options: Any) -> Timings:
         """Time contenders and that reader, for so many seconds and rounds at least in a full run."""
         beside = [*contenders, self.bandwidth[0].contender()]
         return interleave(beside, budget_s=self.budget_s(seconds), min_rounds=self.rounds(rounds), **options)

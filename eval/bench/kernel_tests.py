@@ -1,8 +1,4 @@
-"""No speed of kernels whose tests are red: runs those of the backend in use before anything is measured.
-
-They need not run again while nothing that they depend on changed. It loads quickly: the process that runs the
-tests begins with it.
-"""
+"""No speed of kernels whose tests are red: they run before anything is measured, unless nothing changed."""
 
 from __future__ import annotations
 
@@ -114,11 +110,7 @@ def require_green(
     progress: Callable[[str], object] = lambda text: None,
     root: Path = ROOT,
 ) -> Outcome:
-    """Run the kernel tests of a backend in a checkout, unless they passed before and nothing changed since.
-
-    A quick run leaves out what is not in use, other instruction sets than `isa` for one. `NotGreen`: a test
-    failed, none ran, or they cannot be run from here.
-    """
+    """Run the kernel tests of a backend, unless they passed and nothing changed since; or `NotGreen`."""
     _check_can_run(root)
     selection = select(backend, isa, quick)
     before = digest(root, selection)

@@ -33,11 +33,11 @@ def _bytes(cache: Any) -> KvBytes:
 
 
 def _entry(kv_cache_dtype: KVCacheDtype) -> CacheEntry:
-    name, form = f"paged-{kv_cache_dtype}", kv_cache_dtype
-    if kv_cache_dtype == "auto":
-        name, form = "paged", "the model's dtype"
     create = functools.partial(_create, kv_cache_dtype)
-    return CacheEntry(name, f"PagedCache in {form}", create, _bytes, lambda cache: cache.fork())
+    name, title = f"paged-{kv_cache_dtype}", f"PagedCache in {kv_cache_dtype}"
+    if kv_cache_dtype == "auto":
+        name, title = "paged", "PagedCache in the model's dtype"
+    return CacheEntry(name, title, create, _bytes, lambda cache: cache.fork())
 
 
 ENTRIES = tuple(map(_entry, LAYER_DTYPES))  # `auto` is the first

@@ -23,10 +23,7 @@ AXES: dict[str, dict[str, int]] = {"quanto": {}, "hqq": {"axis_key": 1, "axis_va
 
 
 def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
-    """A fresh `QuantizedCache` for a model's config; `bits` is not for the backend `fp8`.
-
-    Where the backend is not installed or refuses, `CacheUnavailable` says why.
-    """
+    """A fresh `QuantizedCache`, or `CacheUnavailable`; `bits` is not for the backend `fp8`."""
     options = {} if backend == "fp8" else {"nbits": bits, **AXES[backend]}
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # HQQ greets

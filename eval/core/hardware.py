@@ -72,10 +72,7 @@ class Device:
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
 
     def graph_of(self, step: Callable[[], object]) -> Callable[[], object]:
-        """The launches of a step, recorded after three runs on a side stream; calling it replays them.
-
-        A device that records none raises `Skip`.
-        """
+        """The launches of a step, recorded after three runs on a side stream, to replay; or `Skip`."""
         if not self.is_gpu:
             raise Skip(NEEDS_GPU)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

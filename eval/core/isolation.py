@@ -71,10 +71,7 @@ class Workers:
     max_deaths: float = math.inf  # workers that may die before the calls that are left are given up
 
     def run(self, calls: Sequence[Call], deadline: float = math.inf) -> Generator[Outcome]:
-        """Make all calls, begun in this order; outcomes come as they are known.
-
-        What still runs is killed with the iterator. The deadline is in seconds since the epoch.
-        """
+        """Outcomes as they are known. Calls begin in order; what runs at `deadline` (epoch) is killed."""
         waiting, workers, deaths = deque(calls), list[_Worker](), 0
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -159,10 +159,7 @@ class HighWaterPeak(PeakMemory):
 
 
 class SampledPeak(PeakMemory):
-    """Highest resident memory of the process seen by a thread that looks every millisecond: a lower bound.
-
-    The last resort, where the kernel's own high-water mark cannot be reset.
-    """
+    """Highest resident memory that a thread sees every millisecond, a lower bound: the last resort."""
 
     method = "highest resident memory of the process seen by a sampling thread (a lower bound)"
 

@@ -30,10 +30,7 @@ class LoadedModel:
 
 
 def load(name: str = "smollm2", dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:
-    """Load a model: a name of `MODELS`, a hub id, a local folder or a local `.gguf` file.
-
-    A model that cannot be had, and a device that is missing or too small, are a `UsageError`.
-    """
+    """Load a name of `MODELS`, a hub id, a folder or a `.gguf` file; `UsageError` if that fails."""
     device = resolve_device(device) if isinstance(device, str) else device
     path = MODELS[name]() if name in MODELS else Path(name)
     is_gguf = path.suffix == ".gguf" and path.is_file()

@@ -44,10 +44,7 @@ def rms_ratio(got: Any, want: Any) -> float:
 
 
 def bootstrap_interval(statistic: Statistic, count: int) -> tuple[float, float]:
-    """The percentile bootstrap's interval of a statistic over `count` samples (Efron 1979).
-
-    Of one sample nothing is known but itself.
-    """
+    """The percentile bootstrap's interval over `count` samples (Efron 1979); of one sample it is a point."""
     if count < 2:
         return (statistic(np.arange(count)),) * 2
     import scipy.stats

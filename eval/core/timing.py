@@ -35,10 +35,7 @@ class Timings:
         return statistics.median(self.seconds[name])
 
     def speedup(self, name: str, over: str) -> float:
-        """How many times faster `name` is than `over`: the median of the quotients within each round.
-
-        Neighbours in time share the machine's mood, so this is steadier than the quotient of two medians.
-        """
+        """How many times faster `name` is than `over`: median quotient of the rounds, whose times share a mood."""
         pairs = zip(self.seconds[over], self.seconds[name], strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
 

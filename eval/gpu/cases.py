@@ -1,7 +1,4 @@
-"""What the tests compare kernels with, moved to the device with its strides, and into large pools.
-
-The tables of the tests are not part of a package and not checked as strictly as this one, hence loose types.
-"""
+"""What the tests compare kernels with, loosely typed as it is, moved to the device and into large pools."""
 
 from __future__ import annotations
 

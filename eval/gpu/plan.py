@@ -1,7 +1,4 @@
-"""What one run does, and how its time is shared out; the same for the supervisor and its workers.
-
-The unit of work is an item: it is run in a worker and leaves a record, whatever happens to it.
-"""
+"""What one run does, item by item, and how its time is shared out; the same for all its processes."""
 
 from __future__ import annotations
 

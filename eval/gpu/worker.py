@@ -1,8 +1,4 @@
-"""Items in a process of their own.
-
-An error in an item is recorded and the next item runs. An error that makes the device unusable ends the
-process; another one runs the rest.
-"""
+"""Items in a process of their own: errors are recorded, and one that makes the device unusable ends it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Pictures of a run, one for each question.
-
-They need matplotlib (extra `plots`); without it a run has none, and its report says how to get them.
-"""
+"""Pictures of a run, one for each question, where matplotlib is installed (extra `plots`)."""
 
 from __future__ import annotations
 

@@ -70,10 +70,7 @@ class Name:
 
 
 def write_names(axes: Axes, names: Sequence[Name]) -> None:
-    """Write names with their markers right of the axes, as near to their heights as there is room.
-
-    The limits of the axes must not change any more. A thin line leads to the name from `line_from`.
-    """
+    """Write names right of the axes, near to their heights; the limits of the axes must not change after."""
     figure = axes.get_figure(root=True)
     if figure is None:
         raise ValueError("axes must belong to a figure")

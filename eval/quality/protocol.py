@@ -169,10 +169,7 @@ def channels(head_dim: int) -> tuple[int, int]:
 
 
 def add_to_keys(cache: Any) -> None:
-    """Let every `update` of this cache, whichever its class, add `OFFSET` to the keys first.
-
-    What `update` returns and what it stores both have it, so the keys of one attention call agree.
-    """
+    """Let every `update` of a cache of any class add `OFFSET` to the keys that it stores and returns."""
     update = cache.update
 
     def shifted(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

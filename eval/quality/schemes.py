@@ -70,10 +70,7 @@ SCHEMES = {scheme.name: scheme for scheme in _all()}  # in the order of the tabl
 
 
 def chosen(only: str | None, *, quick: bool, defaults: bool) -> list[Scheme]:
-    """The schemes named in a comma-separated list, in the order of the registry; None: those for all.
-
-    `quick` leaves out most of those for all, `defaults` adds those for the choice of defaults.
-    """
+    """The schemes named in a list; for None most, few if `quick`, also the sizes with `defaults`."""
     if only is not None:
         return [SCHEMES[name] for name in errors.chosen("scheme", only, SCHEMES)]
     schemes = SCHEMES.values()

@@ -14,11 +14,7 @@ from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of K and V after a run, and how many numbers they stand for.
-
-    Stored for good are sealed records, or a stock cache's quantized part, with their scales; the rest is in
-    the model's dtype (sink, open block, residual).
-    """
+    """Bytes of K and V after a run, and how many numbers they stand for; stored is what is kept quantized."""
 
     stored_bytes: int
     stored_values: int

@@ -45,10 +45,7 @@ def readme(
 
 
 def update(file: Path, folder: Path, write: bool) -> list[str]:
-    """Lines to take out of the file (`-`) and to put in (`+`), with their numbers; with `write` it is done.
-
-    What cannot be read or written, and markers that are missing, are a `UsageError`.
-    """
+    """Lines to take out of the file (`-`) and to put in (`+`), with their numbers; `write` does it."""
     from eval.readme.tables import tables
 
     try:
@@ -67,11 +64,7 @@ def update(file: Path, folder: Path, write: bool) -> list[str]:
 
 
 def filled(lines: list[str], tables: Mapping[str, str]) -> list[str]:
-    """The text with the tables in their places, an empty line before and behind each.
-
-    A marker of an unknown table, or one that is not closed or opened, is a `UsageError`, and so is a table
-    that has no place or two.
-    """
+    """The text with each table in its one place, between empty lines; or a `UsageError` of the markers."""
     new: list[str] = []
     found: list[str] = []
     opened: str | None = None

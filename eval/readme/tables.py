@@ -19,10 +19,7 @@ _NOTHING = 1e-6
 
 
 def tables(folder: Path = results.FOLDER) -> Mapping[str, Callable[[], str]]:
-    """Name -> makes the Markdown of that table from a folder of results, each file read once.
-
-    When called, a file that cannot be read, or lacks the row that a table shows, is a `UsageError`.
-    """
+    """Name -> makes that table from a folder of results, or `UsageError`; each file is read once."""
     read = cache(lambda file: results.read(folder / file))
     environment = templates(Path(__file__).parent)
     environment.filters |= {"ratio": ratio, "times": times, "metric": metric, "perplexity": perplexity}
@@ -35,9 +32,11 @@ def tables(folder: Path = results.FOLDER) -> Mapping[str, Callable[[], str]]:
         "MIB": MIB,
         "NOTHING": _NOTHING,
     }
-    return {
-        name: lambda name=name: environment.get_template(f"{name}.md.j2").render().strip() for name in NAMES
-    }
+
+    def made(name: str) -> str:
+        return environment.get_template(f"{name}.md.j2").render().strip()
+
+    return {name: partial(made, name) for name in NAMES}
 
 
 def row(read: Callable[[str], Mapping[str, Any]], file: str, bench: str, **cells: object) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""A report as Markdown, from its template, and the same as one HTML file that needs nothing from elsewhere.
-
-Nothing that a text says is taken for markup: models answer what they like.
-"""
+"""A report as Markdown, and as one HTML file that needs nothing else; no text is taken for markup."""
 
 from __future__ import annotations
 

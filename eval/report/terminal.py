@@ -120,10 +120,7 @@ def score_heading(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row], width: int = 100) -> Table:
-    """Return the rows as a rich table, tasks set apart; what kept a cache from running is said below it.
-
-    Where `width` characters are too few, the columns go that a reader can best do without.
-    """
+    """Return the rows as a rich table, problems below, without the columns that `width` has no room for."""
     sections = []
     for task, of_task in by_task(rows).items():
         context_tokens = shared_context(of_task)

@@ -21,11 +21,7 @@ _WARM_UP_TOKENS = 16
 def generate_batch(
     loaded: LoadedModel, inputs: dict[str, torch.Tensor], entry: CacheEntry, new_tokens: int, **options: bool
 ) -> tuple[list[list[int]], Measures]:
-    """Generate with a fresh cache; the ids of each row, as `generate` gives them, and the cost.
-
-    The model's attention is left as the cache wanted it. A cache that cannot run here raises
-    `CacheUnavailable`.
-    """
+    """Generate with a fresh cache; what `generate` gives, and the cost. Raises `CacheUnavailable`."""
     rows, tokens = inputs["input_ids"].shape
     with measured(loaded, entry, Demand(rows, tokens + new_tokens)) as run:
         answers = generate(loaded, inputs, run.cache, new_tokens, **options)
@@ -119,10 +115,7 @@ def check_context(model: Any, needed_tokens: int, what: str, way_out: str) -> No
 def contexts(
     loaded: LoadedModel, asked: Sequence[int] | None, defaults: Sequence[int], room: int, what: str
 ) -> Sequence[int]:
-    """Lengths to look at: those asked for, else the defaults that fit the model with `room` tokens more.
-
-    Those asked for may be too long: a `UsageError`.
-    """
+    """Lengths asked for, which must fit, else the defaults that do, with `room` tokens more."""
     if asked is not None:
         check_context(loaded.model, max(asked) + room, what, "smaller --contexts")
         return asked

@@ -31,10 +31,7 @@ class Runner:
     warmed: set[str] = field(default_factory=set)  # names of caches that have been used before
 
     def run(self, task: Task, units: Sequence[Unit]) -> None:
-        """Run the units of a task; a cache with a problem is left out from there on.
-
-        A timed task belongs to the first process. The model's attention is as before afterwards.
-        """
+        """Run this process's units of a task; a cache with a problem is left out from there on."""
         done, entries = self.journal.done(), self.entries
         mine = self.mine(task, units)
         left = {u.index: [e for e in entries if (task.name, u.index, e.name) not in done] for u in mine}
@@ -57,7 +54,7 @@ class Runner:
             if first is None or entry.name in self.warmed:
                 continue
             self.advance(f"{task.name} · {entry.name} · warm-up", 0)
-            outcome = _attempt(lambda entry=entry: warm_up(self.loaded, entry))
+            outcome = _attempt(warm_up, self.loaded, entry)
             if outcome is None:
                 self.warmed.add(entry.name)
             else:
@@ -72,19 +69,19 @@ class Runner:
             label = f"{task.name} · {entry.name} · {unit.label}"
             self.advance(label, 0)
             if entry.name not in problems:
-                outcome = _attempt(lambda entry=entry: task.run(self.loaded, unit, entry, reference()))
+                outcome = _attempt(lambda each: task.run(self.loaded, unit, each, reference()), entry)
                 self.journal.add((task.name, unit.index, entry.name), outcome)
                 if outcome.problem is not None:
                     problems.add(entry.name)
             self.advance(label, 1)
 
 
-def _attempt(action: Callable[[], Any]) -> Any:
+def _attempt(action: Callable[..., Any], *arguments: Any) -> Any:
     """What an action returns, or the `Outcome` that says why it could not."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return action()
+            return action(*arguments)
     except CacheUnavailable as error:
         return Outcome(problem=str(error))
     # One cache's error is its row in the table; the others' results are not thrown away for it.

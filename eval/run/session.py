@@ -51,10 +51,7 @@ class Session:
         self._journal = Journal(self._folder, self._processes.index)
 
     def run(self) -> bool:
-        """Run what is left, and report; whether a cache failed with an error.
-
-        A model and data that cannot be had, or do not go together, are a `UsageError`.
-        """
+        """Run what is left, and report; whether a cache failed with an error."""
         described = device.describe(self._device)
         with Progress(self._console, f"loading {self._settings.model}") as progress:
             with self._processes.together():

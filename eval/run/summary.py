@@ -48,10 +48,7 @@ def rows_of(
 
 
 def metric(spec: MetricSpec, answers: Sequence[Answer], default: Sequence[Answer] | None) -> Metric:
-    """A metric of one cache with its interval, and its difference to that of the default cache, if any.
-
-    The default cache's answers are to the same samples in the same order, and taken in pairs.
-    """
+    """A metric of one cache with its interval, and its difference to the default's, samples in pairs."""
     count, mine = len(answers), spec.statistic(answers)
     every, interval = np.arange(count), bootstrap_interval(mine, count)
     alone = Metric(spec.key, spec.label, spec.unit, mine(every), *interval, spec.higher_is_better)

@@ -158,10 +158,7 @@ def _question(loaded: LoadedModel, entry: _Entry) -> _Question:
 
 
 def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iterator[_Entry]:
-    """The first entries whose text fits, and whose question has room behind it.
-
-    Those that would be answered alike, or named alike, come once.
-    """
+    """The first entries whose text and question fit; those named or answered alike come once."""
     room -= _ids(loaded, HEAD).shape[1]
     taken: set[str] = set()
     for entry in entries:

@@ -78,8 +78,9 @@ def reports_of(
             yield outcome.value
             continue
         entry = outcome.call.arguments[0]
-        about = {"problem": outcome.problem, "has_died": True, "seconds": outcome.seconds}
-        yield Report(entry.name, entry.model_type, entry.class_name, **about)
+        report = Report(entry.name, entry.model_type, entry.class_name, problem=outcome.problem)
+        report.has_died, report.seconds = True, outcome.seconds
+        yield report
 
 
 def _hand_out(terminal: Any, reports: list[Report], options: Options, json_file: Path | None) -> None:

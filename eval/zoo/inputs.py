@@ -30,10 +30,7 @@ class Prompt:
 
 
 def prompt(model: Any, entry: Entry, lengths: tuple[int, ...], seed: int, decoder_tokens: int = 9) -> Prompt:
-    """Random prompts of these lengths, padded on the left: those of an encoder, if there is one.
-
-    Its decoder starts from `decoder_tokens` tokens. `ValueError` if the type takes no such prompts.
-    """
+    """Random prompts, padded on the left (an encoder's, if any); `ValueError` where none can be."""
     generator = torch.Generator().manual_seed(seed)
     if entry.model_type in _MUSIC:
         return _music(model, entry, lengths, generator)

@@ -61,11 +61,7 @@ class Difference(NamedTuple):
 
 
 def difference(reference: Run, other: Run, beams: int = 1) -> Difference:
-    """How `other` differs from `reference`.
-
-    With beams, rows of a step are matched by what they have generated: equal scores may have them in
-    another order.
-    """
+    """How `other` differs; beams are matched by what they generated, as equal scores may swap them."""
     distances = []
     first = reference.steps[0][1]
     spread = max(1.0, float(first[torch.isfinite(first)].std()))

@@ -40,10 +40,7 @@ def config(model_type: str) -> PreTrainedConfig:
 
 
 class _Shrinking:
-    """One config on its way to be tiny, and those inside it.
-
-    Only fields that the constructor takes are set, so that what a config derives from them is derived again.
-    """
+    """One config, and those inside it, made tiny by what constructors take, so that the rest follows."""
 
     def __init__(self, root: PreTrainedConfig) -> None:
         self._decoder = None if root.is_encoder_decoder else root.get_text_config(decoder=True)
@@ -205,11 +202,7 @@ def _without_towers() -> AbstractContextManager[Any]:
 
 
 def redraw(model: torch.nn.Module, seed: int) -> None:
-    """Draw weights at the scale of trained ones.
-
-    The small defaults of transformers give near-flat attention and logits that hardly depend on the history,
-    so that a cache could lose it all unnoticed.
-    """
+    """Draw weights at the scale of trained ones: with flat attention, a lost history would not be noticed."""
     generator = torch.Generator().manual_seed(seed)
     drawn: set[int] = set()
     with torch.no_grad():

@@ -244,10 +244,7 @@ def config_of(case: Case, layers: int | None = None) -> LlamaConfig:
 
 
 def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None) -> dict[str, float]:
-    """RMS error ratio of each stack's step in its first and last layer; all are left as they were.
-
-    The K and V of `expected` are right; each stack's own if there is none.
-    """
+    """RMS error ratio of each stack's step in its first and last layer; of its own K and V or `expected`."""
     errors = {stack.name: 0.0 for stack in stacks}
     for layer_idx in sorted({0, *(stack.layers - 1 for stack in stacks)}):
         answers = [(stack, stack.attend(layer_idx)) for stack in stacks if layer_idx < stack.layers]

@@ -96,7 +96,7 @@ def random_llama(size: str, device: Device) -> Any:
     )
     config.dtype = torch.bfloat16
     with torch.device(device.torch_device):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()

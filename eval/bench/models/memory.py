@@ -1,7 +1,4 @@
-"""Peak memory of one long `generate` call, each cache in a process of its own.
-
-Memory that a process has freed would be used again by the next cache.
-"""
+"""Peak memory of one long `generate` call, each cache in a process of its own, which has freed none."""
 
 from __future__ import annotations
 

@@ -79,10 +79,7 @@ def measure(context: Context, model: Any, name: str, tokens: int) -> Row:
 
 
 def _open_block(cache: Any) -> tuple[Any, int, int]:
-    """The pool of all layers, a slot with K and V in it, and the record that it would be sealed into.
-
-    That record is not in use as long as the block is in the model's dtype, so it can be written at will.
-    """
+    """The pool of all layers, a slot with K and V in it, and the record of its block, not yet in use."""
     (group,) = cache._state.groups
     (pool,) = group.pools
     table = group.manager.tables[0]

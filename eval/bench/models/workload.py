@@ -85,10 +85,7 @@ def fill(caches: list[Any], model: Any, tokens: int) -> None:
 
 
 def fill_random(cache: Any, model: Any, batch: int, tokens: int) -> None:
-    """Put random K and V of `tokens` tokens into every layer, the same for every cache, where the model is.
-
-    V has a mean, so that an attention that loses part of its weight shows in the logits.
-    """
+    """Put random K and V into every layer; V has a mean, so that attention which loses weight shows."""
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads
     options = {"dtype": model.dtype, "device": model.device}
@@ -107,10 +104,7 @@ def random_ids(model: Any, tokens: int) -> torch.Tensor:
 
 
 def replay(cache: Any, model: Any, tokens: int) -> Any:
-    """A `DynamicCache` that repeats the last step of a paged cache with the K and V that this gives back.
-
-    Those of the step's own `tokens` too, whatever `update` is given. The paged cache keeps its tokens.
-    """
+    """A `DynamicCache` that repeats a paged cache's last step with all K and V that this gives back."""
     repeated: Any = DynamicCache(config=model.config)
     stored = [(keys.clone(), values.clone()) for keys, values, *_ in cache]
     for layer_idx, (keys, values) in enumerate(stored):
@@ -125,21 +119,19 @@ def replay(cache: Any, model: Any, tokens: int) -> Any:
 
 
 def remove_last(cache: Any, tokens: int) -> None:
-    """Crop; a `DynamicCache` is then put into the contiguous tensors that its next `torch.cat` would find.
-
-    A `QuantizedCache`, which cannot be cropped, loses tokens that it has not quantized yet.
-    """
+    """Crop; a `DynamicCache` is contiguous again, and a `QuantizedCache` loses what is not quantized yet."""
+    layers: Any = cache.layers
     if isinstance(cache, QuantizedCache):
-        for layer in cache.layers:
+        for layer in layers:
             layer.cumulative_length -= tokens
             kept = (states[..., :-tokens, :] for states in (layer.keys, layer.values))
             layer.keys, layer.values = (x if x.shape[-2] else x.new_empty(0) for x in kept)
     elif isinstance(cache, StaticCache):  # older versions have no `crop` for it
-        for layer in cache.layers:
+        for layer in layers:
             layer.cumulative_length.sub_(tokens)
     else:
         cache.crop(-tokens)
-        for layer in cache.layers if type(cache) is DynamicCache else ():
+        for layer in layers if type(cache) is DynamicCache else ():
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
 
 
