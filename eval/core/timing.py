@@ -35,7 +35,7 @@ class Timings:
         return statistics.median(self.seconds[name])
 
     def speedup(self, name: str, over: str) -> float:
-        """How many times faster `name` is than `over`: median quotient of the rounds, whose times share a mood."""
+        """How many times faster `name` is than `over`: the median of quotients within rounds."""
         pairs = zip(self.seconds[over], self.seconds[name], strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
