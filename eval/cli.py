@@ -1,7 +1,5 @@
 """The command line of `python -m eval`: one command each for what is measured; `run` where none is named."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

@@ -5,8 +5,6 @@ is the thread's own CPU time, so other processes count little. Requests are retu
 large pool costs more is the processor's cache missing, the number of steps is the same.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import statistics

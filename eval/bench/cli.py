@@ -1,7 +1,5 @@
 """The command line of `python -m eval bench`."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict

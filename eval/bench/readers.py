@@ -1,7 +1,5 @@
 """Reading memory as fast as this machine can: the ceiling of attention over a long context."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

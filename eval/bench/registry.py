@@ -1,7 +1,5 @@
 """The benches by name, in the order they run."""
 
-from __future__ import annotations
-
 from eval.bench import blocks, readers
 from eval.bench.context import Bench
 from eval.bench.layers import attention_step, formats_step

@@ -1,7 +1,5 @@
 """The caches that can be compared, one registry entry each. A cache serves one batch and is then dropped."""
 
-from __future__ import annotations
-
 from . import paged, stock
 from .base import CacheEntry, CacheUnavailable, Demand, tensor_bytes
 

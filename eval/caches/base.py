@@ -1,7 +1,5 @@
 """A contender: how its cache is made, copied and counted."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

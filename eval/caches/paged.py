@@ -1,7 +1,5 @@
 """`PagedCache` in every format."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

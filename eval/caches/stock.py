@@ -1,7 +1,5 @@
 """The caches of transformers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """The machine, the device and the versions that numbers were measured with."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

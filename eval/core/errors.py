@@ -1,7 +1,5 @@
 """Errors a user of the harness can cause, and the look-up that raises most of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

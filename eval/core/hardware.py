@@ -1,7 +1,5 @@
 """Devices to measure on: their clock, their memory, and what the CPU stands in for in a dry run."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Time of prefill and decode steps, and peak memory, of one `generate` call."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Models by name: a registry of small ones that come with a wheel, and any hub id, folder or GGUF file."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -8,8 +8,6 @@
 ```
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

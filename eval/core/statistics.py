@@ -1,7 +1,5 @@
 """Statistics of all commands, each by one rule: divergence, agreement, RMS ratio, bootstrap, percentiles."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

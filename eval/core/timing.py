@@ -1,7 +1,5 @@
 """Contenders timed side by side in one process, so that what disturbs one disturbs all."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Texts of a task: what ships, a local file, or a data set by its `datasets` name."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Long real texts, the same at every call, as token ids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

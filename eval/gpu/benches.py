@@ -1,7 +1,5 @@
 """Sections c and d: benches of `eval.bench` on this device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial

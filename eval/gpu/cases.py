@@ -1,7 +1,5 @@
 """What the tests compare kernels with, loosely typed as it is, moved to the device and into large pools."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

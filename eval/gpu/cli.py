@@ -1,7 +1,5 @@
 """The command line of `python -m eval gpu`, and the run as a whole."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

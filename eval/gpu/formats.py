@@ -4,8 +4,6 @@ Attention is asked as `generate` asks: with lengths on the device and a mask. An
 records say, and records to those that plain torch writes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any

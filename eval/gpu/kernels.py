@@ -4,8 +4,6 @@ Cases come from the tables that the tests use. Inputs are drawn afresh for each 
 read are NaN, and so is memory that nobody has written.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any

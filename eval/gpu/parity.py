@@ -4,8 +4,6 @@ Small models with random weights. In float32 tokens are equal; in bfloat16, wher
 differently, the logits of a given text are as near to those of the same weights in float32 as the host's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

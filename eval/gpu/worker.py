@@ -1,7 +1,5 @@
 """Items in a process of their own: errors are recorded, and one that makes the device unusable ends it."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

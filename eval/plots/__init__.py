@@ -1,7 +1,5 @@
 """Pictures of a run, one for each question, where matplotlib is installed (extra `plots`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from eval.plots.looks import Picture, looks_of

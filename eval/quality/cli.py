@@ -1,7 +1,5 @@
 """The command line of `python -m eval quality`."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from operator import attrgetter

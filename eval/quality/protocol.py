@@ -10,8 +10,6 @@ schemes     each its own cache -> compared, chunk by chunk
 All schemes go side by side, so that nothing of the size of text x vocabulary is kept.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

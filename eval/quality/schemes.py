@@ -1,7 +1,5 @@
 """Ways to keep K and V that are compared, one registry entry each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

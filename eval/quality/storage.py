@@ -1,7 +1,5 @@
 """Bytes that a cache keeps, counted from the tensors that hold it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Comparisons as tables of results, with the numbers that formats have to keep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby

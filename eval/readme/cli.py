@@ -1,7 +1,5 @@
 """The command line of `python -m eval readme`."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The tables of the README: templates that look up rows of results, and how their numbers are written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path

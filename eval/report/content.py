@@ -1,7 +1,5 @@
 """The content of a report for its template: plain texts, points of lists, tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tables behind the main one: every metric, memory and time in full, contexts, depths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The files of a run folder: `write` makes them, `read` is its inverse."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

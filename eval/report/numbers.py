@@ -1,7 +1,5 @@
 """How numbers are written: as many digits as a reader can use, and a dash for what was not measured."""
 
-from __future__ import annotations
-
 import math
 import re
 

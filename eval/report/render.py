@@ -1,7 +1,5 @@
 """A report as Markdown, and as one HTML file that needs nothing else; no text is taken for markup."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The one table that the terminal shows; the report has its columns too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line of `python -m eval run`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import fields

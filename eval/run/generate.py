@@ -1,7 +1,5 @@
 """Forwards and `generate` with a fresh cache, timed and with their memory watched."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Results of a run, plain numbers that JSON can hold: a row for each task and cache; questions to rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

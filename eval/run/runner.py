@@ -1,7 +1,5 @@
 """The run of every unit of a task with every cache, the contenders interleaved, into the journal."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One run, from loading the model to the report."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from pathlib import Path

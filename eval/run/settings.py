@@ -1,7 +1,5 @@
 """Settings of a run: defaults, overridden by a YAML file, overridden by the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path

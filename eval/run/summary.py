@@ -1,7 +1,5 @@
 """The rows of the table, from the outcomes in the journal."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The contract of a task: its samples, what a cache does with them, and what that is worth."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

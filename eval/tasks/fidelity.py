@@ -5,8 +5,6 @@ distribution at each step is compared. So all are asked the same, and the first 
 have chosen another token is where its own answer would have left the default's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any

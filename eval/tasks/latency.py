@@ -1,7 +1,5 @@
 """Prefill and decode at several contexts, the caches in turn within every round."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

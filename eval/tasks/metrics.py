@@ -1,7 +1,5 @@
 """Metrics of answers as statistics that a bootstrap can resample; libraries are imported when one is made."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

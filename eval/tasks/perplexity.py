@@ -6,8 +6,6 @@ text      |===========|===========|===========|      what lies before it is read
 ```
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

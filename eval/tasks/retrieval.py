@@ -14,8 +14,6 @@ xsnow:           -> Christmas animation on your X desktop          exact
 ```
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple

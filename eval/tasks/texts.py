@@ -1,7 +1,5 @@
 """Tasks whose answers are texts: a data set of (input, reference), prompts, batches."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from eval.caches import CacheEntry

@@ -1,7 +1,5 @@
 """Four uses of a cache, each compared with what transformers does without one being given."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass

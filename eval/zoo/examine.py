@@ -1,7 +1,5 @@
 """Everything that is found out about one type."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from dataclasses import dataclass, field

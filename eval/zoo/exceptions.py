@@ -1,7 +1,5 @@
 """What the rule of `sizes` gets wrong, by `model_type` of the config concerned. Data, no code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

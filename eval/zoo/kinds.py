@@ -1,7 +1,5 @@
 """The kinds of layers that a decoder has, as its config says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig

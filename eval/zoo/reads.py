@@ -1,7 +1,5 @@
 """How attention comes by the stored K and V of each layer: from the blocks, or as dense tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

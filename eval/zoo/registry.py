@@ -1,7 +1,5 @@
 """The generative types that the installed transformers registers."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 

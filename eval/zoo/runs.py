@@ -1,7 +1,5 @@
 """One `generate` call with the logits of every step, and whether two of them gave the same."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The rule that makes configs tiny. Data, no code; `exceptions` has what it gets wrong."""
 
-from __future__ import annotations
-
 VOCAB = 256
 PAD, BOS, EOS, START = 0, 1, 2, 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

@@ -1,7 +1,5 @@
 """Reports in groups, in words and in tables: on the screen, and on a page for users."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

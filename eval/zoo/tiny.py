@@ -1,7 +1,5 @@
 """A tiny random model of any registered type."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

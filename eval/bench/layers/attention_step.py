@@ -1,7 +1,5 @@
 """One decode step of one attention layer: writing the new token, and attending all of them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

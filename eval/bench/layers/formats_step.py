@@ -1,7 +1,5 @@
 """One decode step of one attention layer for each way to keep K and V in few bits."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

@@ -1,7 +1,5 @@
 """Attention layers without a model: K and V of many layers, and the function that attends them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace

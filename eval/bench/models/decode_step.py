@@ -1,7 +1,5 @@
 """Whole decode steps of a real model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ step where the cache allows it, as it does for any user. Every step's token is f
 the same text and their logits can be compared.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

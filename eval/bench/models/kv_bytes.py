@@ -1,7 +1,5 @@
 """Bytes of K and V at one length, for every format."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

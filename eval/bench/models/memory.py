@@ -1,7 +1,5 @@
 """Peak memory of one long `generate` call, each cache in a process of its own, which has freed none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts: into an empty cache, and as a chunk after a history."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What it costs to encode a block when it is full, spread over the steps that fill it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models and filled caches to measure with."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
