@@ -46,18 +46,26 @@ def _entry(
     title: str,
     make: Callable[[Any, Demand], Any],
     kv_bytes: Callable[[Any], KvBytes] = tensor_bytes,
-    duplicate: Callable[[Any], Any] = _copied,
+    copied: Callable[[Any], Any] = _copied,
 ) -> CacheEntry:
     def create(model: Any, demand: Demand) -> Any:
         disable(model)
         return make(model, demand)
 
-    return CacheEntry(name, title, create, kv_bytes, duplicate)
+    return CacheEntry(name, title, create, kv_bytes, copied)
 
 
 def _quantized(name: str, backend: str, bits: int = 8, about: str = "") -> CacheEntry:
     title = f"QuantizedCache of transformers, {about or f'{backend}, {bits} bits'}"
     return _entry(name, title, lambda model, demand: quantized_cache(model.config, backend, bits))
+
+
+def _dynamic(model: Any, demand: Demand) -> Any:
+    return DynamicCache(config=model.config)
+
+
+def _static(model: Any, demand: Demand) -> Any:
+    return StaticCache(config=model.config, max_cache_len=demand.tokens)
 
 
 def _offloaded(model: Any, demand: Demand) -> Any:
@@ -79,16 +87,9 @@ def _resident_bytes(cache: Any) -> KvBytes:
 
 
 ENTRIES = (
+    _entry("dynamic", "transformers' default cache (DynamicCache)", _dynamic),
     _entry(
-        "dynamic",
-        "transformers' default cache (DynamicCache)",
-        lambda model, demand: DynamicCache(config=model.config),
-    ),
-    _entry(
-        "static",
-        "StaticCache of transformers, as long as the batch needs",
-        lambda model, demand: StaticCache(config=model.config, max_cache_len=demand.tokens),
-        duplicate=copy.deepcopy,
+        "static", "StaticCache of transformers, as long as the batch needs", _static, copied=copy.deepcopy
     ),
     _entry("offloaded", "DynamicCache with its layers on the host", _offloaded, _resident_bytes),
     _quantized("quanto-int4", "quanto", 4),

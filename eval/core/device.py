@@ -53,8 +53,6 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(
-            f"device {name!r} cannot be used here ({reason}); choose from: auto, cpu, cuda"
-        ) from error
+        why = f"cannot be used here ({str(error).splitlines()[0]})"
+        raise UsageError(f"device {name!r} {why}; choose from: auto, cpu, cuda") from error
     return device

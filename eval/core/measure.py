@@ -96,7 +96,11 @@ class PeakMemory(ABC):
     rise_bytes = 0  # `peak_bytes` less what was held at the start
 
     def __enter__(self) -> Self:
-        release_free_memory()
+        gc.collect()
+        # Freed pages go back to the kernel where the C library can (glibc). With another one, what it keeps
+        # is counted as resident, for every cache alike.
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)
         self._start_bytes = self._begin()
         return self
 
@@ -178,14 +182,6 @@ class SampledPeak(PeakMemory):
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
             self.peak_bytes = max(self.peak_bytes, _resident_bytes())
-
-
-def release_free_memory() -> None:
-    """Collect garbage and hand freed pages back to the kernel where the C library can (glibc)."""
-    gc.collect()
-    # With another C library, what it keeps is counted as resident, for every cache alike.
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _high_water_can_be_reset() -> bool:

@@ -76,10 +76,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _unpacking() -> Iterator[None]:
-    """Transformers parses a GGUF file for tokenizer, config and weights each, and its names for each tensor.
-
-    Here once, in a half of the time. The progress bar of unpacking cannot be turned off otherwise.
-    """
+    """Parse a GGUF file once, where transformers does so for each part of it, and show no progress bar."""
     import gguf
 
     with (

@@ -68,11 +68,9 @@ def chosen(settings: Settings, shipped: Source) -> Source:
 
 
 def read(source: Source, roles: tuple[str, ...], limit: int | None, seed: int) -> list[dict[str, str]]:
-    """Rows as role -> text, `limit` of them (or all, where there are fewer), chosen by `seed`.
+    """Rows as role -> text for `id` and `roles`, `limit` of them chosen by `seed`, or all in their order.
 
     Rows that lack one of the texts are passed over. Without an id, a row's place in the table is its name.
-    Without a limit they are all, in their order. `roles` are those that the task reads beside `id`. A table
-    that cannot be had or lacks a column is a `UsageError` that names the columns there are.
     """
     table = _load(source)
     paths = sorted(_paths(table.features))

@@ -25,9 +25,9 @@ def shipped() -> str:
 
 def token_ids(tokenizer: Any, text: str) -> torch.Tensor:
     """Token ids `[tokens]`, without special tokens."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"]
-    flat: torch.Tensor = ids[0]
-    return flat
+    encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")
+    ids: torch.Tensor = encoded["input_ids"][0]
+    return ids
 
 
 def row_ids(tokenizer: Any, rows: int, tokens: int, path: Path = CATALOGUE) -> torch.Tensor:

@@ -24,6 +24,7 @@ MAX_JOBS = 12
 MAX_DEATHS = 6  # workers of one job that may die; each one means that an item took it down
 GRACE_S = 10.0  # how long after its limit an item's process is killed: the item cannot stop itself
 FILE_NAME = "gpu_check.json"
+ALL_SECTIONS = ",".join(SECTIONS)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Run = Callable[[Settings, Sequence[Call], float, int], Generator[Outcome]]
@@ -35,9 +36,7 @@ def gpu(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Toy sizes on the CPU, Triton interpreted.")
     ] = False,
-    sections: Annotated[str, typer.Option(help="Letters, comma-separated; default: all.")] = ",".join(
-        SECTIONS
-    ),
+    sections: Annotated[str, typer.Option(help="Letters, comma-separated; default: all.")] = ALL_SECTIONS,
     budget_s: Annotated[
         float | None, typer.Option(help=f"Seconds in all; default: {plan.DEFAULT_BUDGET_S:.0f}.")
     ] = None,

@@ -106,8 +106,7 @@ def _store(
     record.check("no token was found unfit", not got.fault.any())
     for side, mine, theirs in (("keys", got.keys, want.keys), ("values", got.values, want.values)):
         record.check(f"{side} in the model's dtype", torch.equal(bits(mine.cpu()), bits(theirs)))
-    stored = zip(form.decode(got.records.cpu()), form.decode(want.records), strict=True)
-    errors = [relative_error(*pair) for pair in stored]
+    errors = list(map(relative_error, form.decode(got.records.cpu()), form.decode(want.records)))
     record.values["rms_ratio"] = max(errors)
     for side, error in zip(("keys", "values"), errors, strict=True):
         record.bound(f"{side} in records", error, STORED_TOLERANCE)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
+from eval.core.statistics import Spread
 from eval.plots.looks import DPI, Look, Picture
 from eval.run.rows import MIB, Row, by_task
 
@@ -66,12 +67,12 @@ def _fill(column: Sequence[Axes], measure: Measure, tasks: Mapping[str, list[Row
     column[-1].set_xlim(0, _ROOM_FOR_NUMBERS * longest or 1)
 
 
-def _mib(name: str) -> Callable[[Row], float | None]:
-    return lambda row: None if getattr(row, name) is None else getattr(row, name) / MIB
+def _mib(size_bytes: int | None) -> float | None:
+    return None if size_bytes is None else size_bytes / MIB
 
 
-def _median(name: str) -> Callable[[Row], float | None]:
-    return lambda row: None if getattr(row, name) is None else getattr(row, name).median
+def _median(times: Spread | None) -> float | None:
+    return None if times is None else times.median
 
 
 MEMORY = Bars(
@@ -79,15 +80,15 @@ MEMORY = Bars(
         "memory.png", "Memory", "Left: keys and values held at the end. Right: what a batch took at most."
     ),
     (
-        ("KV held at the end, largest batch (MiB)", _mib("kv_bytes"), ".2f"),
-        ("Largest rise of memory in a batch (MiB)", _mib("rise_bytes"), ".0f"),
+        ("KV held at the end, largest batch (MiB)", lambda row: _mib(row.kv_bytes), ".2f"),
+        ("Largest rise of memory in a batch (MiB)", lambda row: _mib(row.rise_bytes), ".0f"),
     ),
 )
 TIME = Bars(
     Picture("time.png", "Time", "Left: the forward of the whole prompt. Right: one decode step."),
     (
-        ("Prefill, median (ms)", _median("prefill_ms"), ".1f"),
-        ("Decode, median over steps (ms/token)", _median("decode_ms"), ".2f"),
+        ("Prefill, median (ms)", lambda row: _median(row.prefill_ms), ".1f"),
+        ("Decode, median over steps (ms/token)", lambda row: _median(row.decode_ms), ".2f"),
     ),
 )
 

@@ -94,9 +94,7 @@ def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
     for axes, (task, (spots, metric)) in zip(grid.flat, panels.items(), strict=False):
         axes.set_title(task, loc="left", fontsize="medium", fontweight="bold")
         names[axes] = _panel(axes, spots, metric, looks)
-    result.draw_without_rendering()  # names are set by the height that the layout gives
-    for axes, of_panel in names.items():
-        write_names(axes, of_panel)
+    write_names(result, names)
     return result
 
 

@@ -45,9 +45,7 @@ class Lines:
         panels = zip(grid[:, 0], self.measures, strict=True)
         names = {axes: _panel(axes, measured, looks, *measure) for axes, measure in panels}
         grid[-1, 0].set_xlabel("tokens in the cache, of each sequence")
-        result.draw_without_rendering()  # names are set by the height that the layout gives
-        for axes, of_panel in names.items():
-            write_names(axes, of_panel)
+        write_names(result, names)
         return result
 
 

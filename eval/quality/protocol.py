@@ -102,8 +102,7 @@ def run(
 ) -> Comparison:
     """Feed `ids` `[rows, tokens]` through every scheme, `chunk` tokens of each row at a time.
 
-    The reference is a `DynamicCache`, never with the offset that `key_offset` adds. `progress` is told of
-    each chunk.
+    The reference is a `DynamicCache`, never with the offset. `progress` is told of each chunk.
     """
     logger = logging.getLogger("hf_paged_cache")
     with torch.inference_mode(), ExitStack() as stack:
@@ -158,10 +157,9 @@ def _logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def channels(head_dim: int) -> tuple[int, int]:
-    """The two channels that get the offset: the pair that rotary embeddings turn slowest.
+    """The two channels that get the offset: the pair that rotary embeddings turn slowest, as in Llama.
 
-    Only there does a bias of the key projection stay nearly constant from token to token. Where the halves of
-    a head are turned together, as in Llama, they are the last of each half.
+    Only there does a bias of the key projection stay nearly constant from token to token.
     """
     return head_dim // 2 - 1, head_dim - 1
 

@@ -122,10 +122,8 @@ def _moves(moved: dict[int, str]) -> str:
     parts = []
     for name in sorted(set(moved.values())):
         layers = sorted(layer for layer, other in moved.items() if other == name)
-        runs = [
-            [layer for _, layer in run]
-            for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])
-        ]
+        in_a_row = groupby(enumerate(layers), lambda pair: pair[1] - pair[0])
+        runs = [[layer for _, layer in run] for _, run in in_a_row]
         named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
         parts.append(f"layers {named} as {name}")
     return "; ".join(parts)

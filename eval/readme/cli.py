@@ -36,9 +36,8 @@ def readme(
     for line in differences:
         typer.echo(line)
     if differences and not write:
-        typer.echo(
-            f"{file} disagrees with {results}; `python -m eval readme --write` makes it agree", err=True
-        )
+        way_out = "`python -m eval readme --write` makes it agree"
+        typer.echo(f"{file} disagrees with {results}; {way_out}", err=True)
         raise typer.Exit(EXIT_WRONG)
 
 

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import eq
 from typing import Any
 
@@ -37,12 +37,8 @@ def rows_of(
         _row(task, cache, found, default, dtype) if cache in finished else _problem(task, cache, found)
         for cache, found in by_cache.items()
     ]
-    predictions = [
-        prediction
-        for cache, found in finished.items()
-        for prediction in _predictions(task, cache, _answers(found), default)
-    ]
-    return rows, predictions
+    predictions = [_predictions(task, cache, _answers(found), default) for cache, found in finished.items()]
+    return rows, [*chain.from_iterable(predictions)]
 
 
 def metric(spec: MetricSpec, answers: Sequence[Answer], default: Sequence[Answer] | None) -> Metric:

@@ -1,8 +1,7 @@
 """Nearness of the next tokens to those of the default cache, one decode step after another.
 
-The default cache goes on from a text; then every cache is fed the text and the default's own tokens, and its
-distribution at each step is compared. So all are asked the same, and the first step at which a cache would
-have chosen another token is where its own answer would have left the default's.
+The default cache goes on from a text; then every cache is fed that and the default's own tokens. So all are
+asked the same, and the first step at which a cache would have chosen another token is where they would part.
 """
 
 from collections.abc import Iterator

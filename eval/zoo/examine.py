@@ -81,8 +81,7 @@ def examine(entry: Entry, options: Options) -> Report:
 def examine_alone(entry: Entry, options: Options) -> Report:
     """The same in a process that does nothing else: quietly and with one thread."""
     warnings.simplefilter("ignore")
-    logging: Any = transformers.logging
-    logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # tiny models gain nothing from more, and processes share the cores
     return examine(entry, options)
 

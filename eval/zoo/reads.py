@@ -15,9 +15,8 @@ BLOCKS, DENSE, MIXED, NONE = "blocks", "dense", "blocks, dense", "none"  # MIXED
 def watch() -> Iterator[Callable[[], str]]:
     """Look at every read of stored K and V in the block; yields what says how they were read until then.
 
-    Kernels are entered by `dispatch.decode` and `attend_with_history`, and dense tensors come from
-    `dispatch.gather`. Only the last read of a layer counts: an eager function is compared with the kernel
-    once, at its first step, and a kernel may gather on its way.
+    Only the last read of a layer counts: an eager function is compared with the kernel once, at its first
+    step, and a kernel may gather on its way.
     """
     last: dict[int, tuple[str, Any]] = {}  # by id of a layer's blocks, held to keep it theirs
 

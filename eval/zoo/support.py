@@ -103,15 +103,12 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
         + ".",
     ]
     for group, members in grouped(reports).items():
-        parts += [f"## {GROUPS[group]} ({len(members)})", _table(group, members)]
+        headings = ["type", "class", "layers", "formats", "checks"]
+        rows = [[f"`{report.name}`", f"`{report.class_name}`", *_cells(report)] for report in members]
+        if group in (REFUSED, UNKNOWN):
+            headings, rows = ["type", "class", "why"], [[*row[:2], row[-1]] for row in rows]
+        parts += [f"## {GROUPS[group]} ({len(members)})", markdown(headings, rows)]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(group: str, members: list[Report]) -> str:
-    rows = [[f"`{report.name}`", f"`{report.class_name}`", *_cells(report)] for report in members]
-    if group in (REFUSED, UNKNOWN):
-        return markdown(["type", "class", "why"], [[*row[:2], row[-1]] for row in rows])
-    return markdown(["type", "class", "layers", "formats", "checks"], rows)
 
 
 def _cells(report: Report) -> list[str]:

@@ -6,7 +6,6 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -61,8 +60,11 @@ class _Shrinking:
             name: self._per_layer(name, value, kept) if name in lists else self._one(name, value, layers)
             for name, value in given.items()
         }
-        if is_decoder:
-            arguments |= _of_decoders(given)
+        if is_decoder:  # what it has and its default config may not
+            arguments |= {"is_decoder": True} if "is_decoder" in given else {}
+            for name, value in (("num_key_value_heads", sizes.KV_HEADS), ("head_dim", sizes.HEAD_DIM)):
+                if name in given and given[name] is None:
+                    arguments[name] = value
         if _is_int(given.get("kv_lora_rank")) and "num_key_value_heads" in given:
             arguments["num_key_value_heads"] = sizes.HEADS  # latent attention has no groups of heads
         arguments |= own
@@ -112,15 +114,6 @@ def _arguments_of(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: held[key] for name, key in stored_as.items() if key in held and name not in left_alone}
 
 
-def _of_decoders(given: dict[str, Any]) -> dict[str, Any]:
-    """What a decoder has and its default config may not."""
-    found: dict[str, Any] = {"is_decoder": True} if "is_decoder" in given else {}
-    for name, value in (("num_key_value_heads", sizes.KV_HEADS), ("head_dim", sizes.HEAD_DIM)):
-        if name in given and given[name] is None:
-            found[name] = value
-    return found
-
-
 def _kept_layers(lists: list[Sequence[Any]], count: int) -> list[int]:
     """Which layers of the default config stay: the first of every sort, over and over."""
     if not lists:
@@ -166,7 +159,12 @@ def build(entry: Entry, attention: str | None = None) -> Any:
     if attention is not None:
         tiny._attn_implementation = attention
     torch.manual_seed(0)
-    with _without_towers():
+    real: Any = AutoModel.from_config
+
+    def from_config(config: PreTrainedConfig, **kwargs: Any) -> Any:
+        return torch.nn.Identity() if config.model_type in exceptions.EMPTY_TOWERS else real(config, **kwargs)
+
+    with mock.patch.object(AutoModel, "from_config", from_config):
         model = model_class(tiny).float().eval()
     redraw(model, zlib.crc32(entry.name.encode()))
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]  # the host is untyped
@@ -188,15 +186,6 @@ def _inner(config: PreTrainedConfig, wanted: type) -> PreTrainedConfig | None:
     inside = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     found = (value if isinstance(value, wanted) else _inner(value, wanted) for value in inside)
     return next(filter(None, found), None)
-
-
-def _without_towers() -> AbstractContextManager[Any]:
-    real: Any = AutoModel.from_config
-
-    def from_config(config: PreTrainedConfig, **kwargs: Any) -> Any:
-        return torch.nn.Identity() if config.model_type in exceptions.EMPTY_TOWERS else real(config, **kwargs)
-
-    return mock.patch.object(AutoModel, "from_config", from_config)
 
 
 def redraw(model: torch.nn.Module, seed: int) -> None:

@@ -64,11 +64,8 @@ BENCH = Bench(
 
 
 def measure(context: Context, shape: Shape, tokens: int, missing: set[str]) -> list[Row]:
-    """Fill the caches, check their answers, time them side by side.
-
-    The last step of a turn attends `tokens` tokens, whole blocks, so that no step opens a block. `missing` is
-    told why the stock cache does not take part.
-    """
+    """Fill the caches, check their answers, time them; `missing` is told why the stock cache is not there."""
+    # The last step of a turn attends `tokens` tokens, whole blocks, so that no step opens a block.
     case = Case(shape, 1, torch.float32, tokens - STEPS + 1, LEAST_BITS)
     with torch.no_grad():
         ours = [layer_stacks.paged(case, name) for name in FORMATS]

@@ -196,9 +196,8 @@ def fill(stacks: list[LayerStack]) -> list[LayerStack]:
     states = (case.shape.kv_heads, case.tokens - 1)
     for layer_idx in range(max(stack.layers for stack in stacks)):
         keys, values = (x.contiguous() for x in case.random(states, states, seed=SEED + layer_idx))
-        for stack in stacks:
-            if layer_idx < stack.layers:
-                stack.cache.update(keys, values, layer_idx)
+        for stack in (stack for stack in stacks if layer_idx < stack.layers):
+            stack.cache.update(keys, values, layer_idx)
     return stacks
 
 

@@ -1,8 +1,7 @@
 """Decode steps of `generate` over a long context, cache by cache: speed, memory, and logits.
 
-Caches are filled at once, so no prompt has to be computed. `generate` then continues: it compiles the decode
-step where the cache allows it, as it does for any user. Every step's token is forced, so that all caches see
-the same text and their logits can be compared.
+Caches are filled at once. `generate` then continues, and compiles the decode step where the cache allows it.
+Every step's token is forced, so that all see the same text and logits can be compared.
 """
 
 import statistics

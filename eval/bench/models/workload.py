@@ -68,10 +68,9 @@ def use(name: str, model: Any) -> None:
 
 
 def fill(caches: list[Any], model: Any, tokens: int) -> None:
-    """Give all caches the same K and V of `tokens` tokens of one row in every layer.
+    """Give all caches the model's own K and V of a prompt, repeated to `tokens` tokens of one row.
 
-    They are the model's own, of a prompt of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
-    hang on the last bits, and a comparison would say nothing.
+    With random ones the logits hang on the last bits, and a comparison would say nothing.
     """
     source = new_cache("dynamic", model)
     forward("dynamic", model, source, random_ids(model, PROMPT_TOKENS))
