@@ -137,9 +137,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _check_can_run(root: Path) -> None:
     if not (root / FOLDER).is_dir():
-        raise NotGreen(
-            f"there is no {FOLDER} in {root}; run from a checkout of the project, which has the tests"
-        )
+        raise NotGreen(f"there is no {FOLDER} in {root}; run from a checkout of the project, with tests")
     if importlib.util.find_spec("pytest") is None:
         raise NotGreen("pytest is not installed; in a checkout, `pip install -e '.[dev]'` brings it")
     import hf_paged_cache

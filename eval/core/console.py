@@ -1,20 +1,15 @@
-"""Means of all command lines: the terminal, a progress bar, errors in one line, a file of results."""
-
-from __future__ import annotations
+"""Means of all command lines: the terminal, errors in one line, a file of results."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
 
 from eval.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 EXIT_WRONG = 1
 EXIT_USAGE = 2
@@ -23,8 +18,6 @@ _PACKAGES = ("torch", "transformers", "hf-paged-cache", "numpy", "triton")
 
 def terminal() -> Console:
     """Where tables go; wide where nobody has said how wide."""
-    from rich.console import Console
-
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it would warn of every process that is started
     console = Console()
     return console if console.is_terminal else Console(width=160)

@@ -1,16 +1,12 @@
 """Progress of a long run: a bar in a terminal, and elsewhere a line every few seconds."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 EVERY_S = 15.0
 

@@ -1,14 +1,12 @@
 """Tables of numbers, the bounds that some of them have to keep, and how they are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.table import Table
 
 Cell = str | int | float | None
 
@@ -103,8 +101,6 @@ def scientific(value: Any) -> str:
 
 def show(console: Console, result: Result) -> None:
     """Print a table, its notes below."""
-    from rich.table import Table
-
     table = Table(title=f"{result.name}: {result.title}", title_justify="left", title_style="bold")
     for column in result.columns:
         is_text = any(isinstance(row.cells.get(column.key), str) for row in result.rows)

@@ -1,7 +1,5 @@
 """Everything that a run found, kept in a JSON file that is replaced as records come, and its tables."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter
@@ -9,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from eval.bench.layers import attention_step
 from eval.bench.models import generate_steps
@@ -17,9 +17,6 @@ from eval.core import table
 from eval.core.results import document, to_json
 from eval.core.table import Column, Result, Row, fixed
 from eval.gpu.plan import SECTIONS, Record, Settings
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SAY_EVERY_S = 5.0
 MAX_LISTED = 12  # failures, and skipped items, that are listed; the file has all

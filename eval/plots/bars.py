@@ -1,20 +1,16 @@
 """Memory and time of each task as bars, for runs that did not measure them by context."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.core.statistics import Spread
 from eval.plots.looks import DPI, Look, Picture
 from eval.run.rows import MIB, Row, by_task
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _WIDTH_INCHES = 9.0
 _INCHES_PER_BAR = 0.36

@@ -1,19 +1,15 @@
 """Quality that each cache keeps for its bits, and which caches no other one beats."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
 from eval.run.rows import DEFAULT_CACHE, Metric, Row, by_task
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PICTURE = Picture(
     "quality_by_bits.png",

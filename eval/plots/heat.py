@@ -1,18 +1,14 @@
 """Maps of where in a long text each cache still finds what is asked for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.plots.looks import DPI, Look, Picture
 from eval.run.rows import HeatCell, Row
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PICTURE = Picture(
     "retrieval.png",

@@ -1,22 +1,18 @@
 """Memory and time as the context grows: a panel of lines for each measure, each named at its end."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from eval.core.statistics import Spread
 from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
 from eval.run.rows import MIB, AtContext, Row
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _WIDTH_INCHES, _PANEL_INCHES, _AROUND_INCHES = 8.5, 4.3, 0.8
 _ASIDE = 0.25  # part of the way to the next length over which lines with bars are spread

@@ -104,10 +104,8 @@ def check_context(model: Any, needed_tokens: int, what: str, way_out: str) -> No
     """Raise a `UsageError` that says what needs so much, and the way out, where the context is too short."""
     limit = context_tokens(model)
     if limit is not None and needed_tokens > limit:
-        raise UsageError(
-            f"{what} need {needed_tokens} tokens; the model's context is {limit}: choose a model with a "
-            f"longer context, or {way_out}"
-        )
+        wanting = f"{what} need {needed_tokens} tokens; the model's context is {limit}"
+        raise UsageError(f"{wanting}: choose a model with a longer context, or {way_out}")
 
 
 def contexts(

@@ -86,10 +86,8 @@ def _starts(text_tokens: int, length: int, windows: int) -> list[int]:
     """First tokens of windows that do not overlap."""
     room = text_tokens // length
     if room == 0:
-        raise UsageError(
-            f"the text has {text_tokens} tokens, and a window needs {length}; choose smaller --contexts or a "
-            "longer text"
-        )
+        short = f"the text has {text_tokens} tokens, and a window needs {length}"
+        raise UsageError(f"{short}; choose smaller --contexts or a longer text")
     count = min(windows, room)
     return [index * room // count * length for index in range(count)]
 

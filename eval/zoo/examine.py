@@ -40,8 +40,7 @@ class Report:
     reads: str = reads.NONE  # how a decode step reads stored K and V
     formats: dict[str, str] = field(default_factory=dict)  # -> `runs`, or `refused` or `fails` and why
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # case -> how it went
-    # how far the logits move when an early and a late id of the prompt is another one, as a share of their
-    # standard deviation: what a cache that lost it would show
+    # standard deviations by which logits move with another early and late id: what losing it would show
     reach: tuple[float, ...] = ()
     problem: str | None = None  # why nothing more is known: skipped, not built, crashed, too slow
     has_died: bool = False  # its process crashed or had to be stopped
