@@ -1,7 +1,5 @@
 """The command line of `python -m eval`: one command each for what is measured; `run` where none is named."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any
@@ -15,7 +13,7 @@ COMMANDS = {
     "quality": "eval.quality.cli",
     "zoo": "eval.zoo.cli",
     "gpu": "eval.gpu.cli",
-    "readme": "eval.report.readme.cli",
+    "readme": "eval.readme.cli",
 }
 """Name of a command -> module with its `app`, imported when it is asked for; none imports torch for that."""
 DEFAULT = "run"

@@ -1,7 +1,5 @@
 """The former spelling of `python -m eval gpu`, for one more version; also `python eval/gpu_check.py`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

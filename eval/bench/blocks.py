@@ -1,12 +1,9 @@
-"""The bookkeeping of blocks: how long taking and returning one takes.
+"""The bookkeeping of blocks: how long taking and returning one takes, in whole pools and requests of a few.
 
-Takes and returns whole pools of 1k, 10k and 100k blocks in requests of a few blocks, as sequences do. The
-sizes take turns within every repetition, so that a change of the machine's speed meets them all. The time is
-the thread's own CPU time, so that other processes count little; medians. Requests are returned in random
-order: what a large pool costs more is the processor's cache missing, the number of steps is the same.
+The sizes take turns within every repetition, so that a change of the machine's speed meets them all. The time
+is the thread's own CPU time, so other processes count little. Requests are returned in random order: what a
+large pool costs more is the processor's cache missing, the number of steps is the same.
 """
-
-from __future__ import annotations
 
 import gc
 import random
@@ -52,14 +49,12 @@ BENCH = Bench("blocks", "bookkeeping of one block, by size of the pool", _column
 
 
 def _row(operation: str, repetitions: list[dict[int, dict[str, float]]]) -> Row:
-    medians = {
-        size: statistics.median(timed[size][operation] for timed in repetitions) for size in POOL_SIZES
-    }
     cells: dict[str, Cell] = {"operation": operation}
-    for size, median in medians.items():
+    medians = [statistics.median(timed[size][operation] for timed in repetitions) for size in POOL_SIZES]
+    for size, median in zip(POOL_SIZES, medians, strict=True):
         cells[f"us_at_{size}"] = median
-        cells[f"ratio_at_{size}"] = None if size == POOL_SIZES[0] else median / medians[POOL_SIZES[0]]
-    return Row(cells, required("slowest", max(medians.values()), LIMIT_US, at_least=False, unit=" µs"))
+        cells[f"ratio_at_{size}"] = None if size == POOL_SIZES[0] else median / medians[0]
+    return Row(cells, required("slowest", max(medians), LIMIT_US, at_least=False, unit=" µs"))
 
 
 def time_pool(num_blocks: int) -> dict[str, float]:

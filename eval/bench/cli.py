@@ -1,7 +1,6 @@
 """The command line of `python -m eval bench`."""
 
-from __future__ import annotations
-
+import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from eval.core.console import EXIT_WRONG, check_writable, header, terminal, usage_errors, write_json
+from eval.core.console import EXIT_WRONG, check_writable, header, terminal, usage_errors, write_results
 from eval.core.errors import UsageError
 from eval.core.table import WrongAnswer
 
@@ -72,7 +71,7 @@ def run(only: str | None, quick: bool, json_file: Path | None) -> None:
             "kernel_tests": asdict(tests),
             "results": [result.to_dict() for result in results],
         }
-        write_json(json_file, document)
+        write_results(json_file, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def _backend() -> tuple[str, str | None]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eval.core.table import Column, Result, Row
+from eval.core.table import Cell, Column, Result, Row
+from eval.core.timing import Contender, Timings, interleave
 
 if TYPE_CHECKING:
     from eval.bench.readers import Reader
@@ -39,6 +40,16 @@ class Context:
 
         self.progress("read bandwidth")
         return readers.fastest(self.budget_s(3.0))
+
+    def race(self, contenders: Sequence[Contender], seconds: float, rounds: int, **options: Any) -> Timings:
+        """Time contenders and that reader, for so many seconds and rounds at least in a full run."""
+        beside = [*contenders, self.bandwidth[0].contender()]
+        return interleave(beside, budget_s=self.budget_s(seconds), min_rounds=self.rounds(rounds), **options)
+
+    def cells(self, timings: Timings, name: str, read_bytes: float) -> dict[str, Cell]:
+        """Bandwidth of a contender of a race that reads so many bytes in a step, and its rounds."""
+        reader, _ = self.bandwidth
+        return {**reader.cells(timings, name, read_bytes), "rounds": len(timings.seconds[name])}
 
     def model(self, dtype: torch.dtype) -> tuple[Any, str]:
         """SmolLM2-135M in `dtype` and what it is, for the notes; the last one is kept."""

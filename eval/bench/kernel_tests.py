@@ -1,8 +1,4 @@
-"""No speed of kernels whose tests are red: runs those of the backend in use before anything is measured.
-
-They need not run again while nothing that they depend on changed. It loads quickly: the process that runs the
-tests begins with it.
-"""
+"""No speed of kernels whose tests are red: they run before anything is measured, unless nothing changed."""
 
 from __future__ import annotations
 
@@ -28,26 +24,26 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout that this file is in
 FOLDER = "tests/kernels"
+# Backend -> the files in `FOLDER` that guard what it computes; beside `cpp`, torch computes prompts.
 FILES = {
     "cpp": ("test_cpp.py", "test_cpp_quantized.py", "test_prefill.py"),
     "triton": ("test_triton.py", "test_triton_quantized.py"),
     "torch": ("test_torch_kernels.py", "test_quantized.py", "test_prefill.py"),
     "reference": ("test_reference.py", "test_quantized.py"),
 }
-"""Backend -> the files in `FOLDER` that guard what it computes; beside `cpp`, torch computes prompts."""
+# Tests in those files that are about another backend.
 NOT_IN_USE = {"torch": ("test_quantized and reference",), "reference": ("test_quantized and torch_kernels",)}
-"""Backend -> tests in those files that are about another one."""
 ISAS = ("avx512", "avx2", "portable")
 _LAST_LINES = 3
 
 _FOLDERS = ("hf_paged_cache", "tests")
 _FILES = ("pyproject.toml", "eval/bench/kernel_tests.py", "eval/core/isolation.py")
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "pytest", "hypothesis")
+# Beginnings of the names of environment variables that choose a backend or how it computes.
 _VARIABLES = (
     "HF_PAGED_CACHE_", "CXX", "TRITON_", "OMP_", "GOMP_", "MKL_", "ATEN_", "TORCH", "PYTORCH_", "PYTHON",
     "LD_",
 )  # fmt: skip
-"""Beginnings of the names of environment variables that choose a backend or how it computes."""
 
 
 class NotGreen(Exception):
@@ -58,7 +54,7 @@ class NotGreen(Exception):
 class Selection:
     """Tests of one backend."""
 
-    backend: str  # which one
+    backend: str
     left_out: tuple[str, ...] = ()  # expressions of `pytest -k` for tests that are not run
 
     @property
@@ -73,9 +69,12 @@ class Selection:
         return ["-m", "not slow", *(["-k", f"not ({without})"] if without else []), *self.files]
 
     @property
-    def name(self) -> str:
-        """What a green run is noted under."""
-        return f"{self.backend}-{'some' if self.left_out else 'all'}"
+    def note(self) -> Path:
+        """Where a green run is noted."""
+        from hf_paged_cache.kernels.cpp import library_folder
+
+        which = "some" if self.left_out else "all"
+        return library_folder.cache_dir() / f"kernel-tests-{self.backend}-{which}.json"
 
 
 @dataclass(frozen=True)
@@ -111,29 +110,34 @@ def require_green(
     progress: Callable[[str], object] = lambda text: None,
     root: Path = ROOT,
 ) -> Outcome:
-    """Run the kernel tests of a backend in a checkout, unless they passed before and nothing changed since.
-
-    A quick run leaves out what is not in use, other instruction sets than `isa` for one. `NotGreen`: a test
-    failed, none ran, or they cannot be run from here.
-    """
+    """Run the kernel tests of a backend, unless they passed and nothing changed since; or `NotGreen`."""
     _check_can_run(root)
     selection = select(backend, isa, quick)
     before = digest(root, selection)
     for enough in (selection, select(backend, isa, quick=False)):
-        noted = recall(enough.name, digest(root, enough))
-        if noted is not None:
-            return Outcome(**{**noted, "from_earlier_run": True})
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no note, a damaged one, no home
+            noted = json.loads(enough.note.read_text(encoding="utf-8"))
+            if noted["digest"] == digest(root, enough):
+                return Outcome(**{**noted["outcome"], "from_earlier_run": True})
     outcome = _run(selection, progress, root)
     if digest(root, selection) == before:  # nobody edited meanwhile
-        note(selection.name, before, asdict(outcome))
+        with contextlib.suppress(OSError):  # where nothing can be written, the tests run each time
+            _write(selection.note, {"digest": before, "outcome": asdict(outcome)})
     return outcome
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    from hf_paged_cache.kernels.cpp import library_folder
+
+    library_folder.make(path.parent)
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    os.replace(draft, path)
 
 
 def _check_can_run(root: Path) -> None:
     if not (root / FOLDER).is_dir():
-        raise NotGreen(
-            f"there is no {FOLDER} in {root}; run from a checkout of the project, which has the tests"
-        )
+        raise NotGreen(f"there is no {FOLDER} in {root}; run from a checkout of the project, with tests")
     if importlib.util.find_spec("pytest") is None:
         raise NotGreen("pytest is not installed; in a checkout, `pip install -e '.[dev]'` brings it")
     import hf_paged_cache
@@ -164,32 +168,23 @@ def _run(selection: Selection, progress: Callable[[str], object], root: Path) ->
     if status not in (0, 5):  # 5: no tests
         last = " / ".join([line.strip() for line in done.log.splitlines() if line.strip()][-_LAST_LINES:])
         raise NotGreen(f"pytest ended with status {status} ({last or done.problem or 'no message'}); {again}")
-    if not found["passed"]:
+    passed, skipped = len(found["passed"]), len(found["skipped"])
+    if not passed:
         raise NotGreen(
-            f"no kernel test of backend {selection.backend!r} ran ({len(found['skipped'])} skipped) of "
+            f"no kernel test of backend {selection.backend!r} ran ({skipped} skipped) of "
             f"{', '.join(FILES[selection.backend])} in {root / FOLDER}; "
             "run from a full checkout of the project"
         )
-    return Outcome(
-        selection.backend,
-        selection.files,
-        list(selection.left_out),
-        len(found["passed"]),
-        len(found["skipped"]),
-        round(done.seconds, 1),
-        datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    chosen = selection.backend, selection.files, list(selection.left_out)
+    finished = datetime.now(UTC).isoformat(timespec="seconds")
+    return Outcome(*chosen, passed, skipped, round(done.seconds, 1), finished)
 
 
 # --- what a green run saves ---------------------------------------------------------------------------------
 
 
 def digest(root: Path, tests: Selection) -> str:
-    """A name for all that the outcome of tests in a checkout depends on.
-
-    The sources of the package and of its tests, byte by byte; the arguments that select tests; versions; the
-    processor; the compiled library, whose name tells compiler and flags; threads and environment variables.
-    """
+    """A name for all that the outcome of tests depends on: arguments, `facts`, all sources byte by byte."""
     total = hashlib.sha256(json.dumps([tests.arguments, facts(tests.backend)], sort_keys=True).encode())
     sources = [path for folder in _FOLDERS for path in (root / folder).rglob("*")]
     for path in sorted([*sources, *(root / name for name in _FILES)]):
@@ -215,33 +210,6 @@ def facts(backend: str) -> dict[str, Any]:
         "library": _library() if backend == "cpp" else None,
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)},
     }
-
-
-def recall(name: str, wanted: str) -> dict[str, Any] | None:
-    """What was noted under a name, if it was noted with this digest; None otherwise."""
-    try:
-        noted = json.loads(_path(name).read_text(encoding="utf-8"))
-        return dict(noted["outcome"]) if noted["digest"] == wanted else None
-    except (OSError, ValueError, KeyError, TypeError):  # none, damaged, no home
-        return None
-
-
-def note(name: str, made: str, outcome: dict[str, Any]) -> None:
-    """Note a green run in place of the last one of this name; where nothing can be written, do nothing."""
-    from hf_paged_cache.kernels.cpp import library_folder
-
-    with contextlib.suppress(OSError):
-        path = _path(name)
-        library_folder.make(path.parent)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps({"digest": made, "outcome": outcome}, indent=1), encoding="utf-8")
-        os.replace(draft, path)
-
-
-def _path(name: str) -> Path:
-    from hf_paged_cache.kernels.cpp import library_folder
-
-    return library_folder.cache_dir() / f"kernel-tests-{name}.json"
 
 
 def _library() -> str | None:

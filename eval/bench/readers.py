@@ -1,7 +1,5 @@
 """Reading memory as fast as this machine can: the ceiling of attention over a long context."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +14,12 @@ from eval.core.table import Cell, Column, Row, fixed
 from eval.core.timing import Contender, Timings, interleave
 
 _ROW = 4096
+# What `Reader.cells` fills.
 COLUMNS = (
     Column("gb_per_s", "GB/s", fixed(1)),
     Column("read_gb_per_s", "machine", fixed(1)),
     Column("bandwidth_percent", "%", fixed(0)),
 )
-"""What `Reader.cells` fills."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,11 @@ def fastest(budget_s: float) -> tuple[Reader, list[Row]]:
     """Time all readers; return the fastest one and a row for each."""
     candidates = readers()
     timings = interleave([r.contender() for r in candidates], budget_s=budget_s)
-    best = max(candidates, key=lambda reader: reader.bytes_per_s(timings))
-    speeds = {r.name: r.bytes_per_s(timings) / 1e9 for r in candidates}
+    speeds = {reader: reader.bytes_per_s(timings) for reader in candidates}
+    best = max(candidates, key=lambda reader: speeds[reader])
     return best, [
-        Row({"method": name, "gb_per_s": speed, "best": "best" if name == best.name else None})
-        for name, speed in speeds.items()
+        Row({"method": r.name, "gb_per_s": speed / 1e9, "best": "best" if r is best else None})
+        for r, speed in speeds.items()
     ]
 
 
@@ -109,9 +107,5 @@ def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     )
 
 
-BENCH = Bench(
-    "bandwidth",
-    "reading memory",
-    (Column("method", "method"), Column("gb_per_s", "GB/s", fixed(1)), Column("best", "")),
-    _measure,
-)
+_COLUMNS = (Column("method", "method"), Column("gb_per_s", "GB/s", fixed(1)), Column("best", ""))
+BENCH = Bench("bandwidth", "reading memory", _COLUMNS, _measure)

@@ -1,12 +1,10 @@
 """The benches by name, in the order they run."""
 
-from __future__ import annotations
-
 from eval.bench import blocks, readers
 from eval.bench.context import Bench
 from eval.bench.layers import attention_step, formats_step
 from eval.bench.models import decode_step, kv_bytes, memory, prefill, sealing
-from eval.core.errors import UsageError, check_choice
+from eval.core import errors
 
 BENCHES: dict[str, Bench] = {
     bench.name: bench
@@ -26,11 +24,4 @@ BENCHES: dict[str, Bench] = {
 
 def chosen(only: str | None) -> list[Bench]:
     """The benches named in a comma-separated list, in the order of the registry; all for None."""
-    if only is None:
-        return list(BENCHES.values())
-    names = {name.strip() for name in only.split(",") if name.strip()}
-    if not names:
-        raise UsageError(f"--only needs at least one name; choose from: {', '.join(sorted(BENCHES))}")
-    for name in sorted(names):
-        check_choice("bench", name, BENCHES)
-    return [bench for bench in BENCHES.values() if bench.name in names]
+    return [BENCHES[name] for name in (BENCHES if only is None else errors.chosen("bench", only, BENCHES))]

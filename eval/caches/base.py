@@ -1,7 +1,5 @@
 """A contender: how its cache is made, copied and counted."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +31,7 @@ class CacheEntry:
     # it, whatever the contender before it left behind. Raises `CacheUnavailable`.
     create: Callable[[Any, Demand], Any]
     kv_bytes: Callable[[Any], KvBytes]  # reads a cache that has just been used
-    # a cache that goes on from where the first one is, without changing it
-    duplicate: Callable[[Any], Any] = copy.deepcopy
+    duplicate: Callable[[Any], Any] = copy.deepcopy  # goes on from where the first is, without changing it
 
 
 def tensor_bytes(cache: Any) -> KvBytes:

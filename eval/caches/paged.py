@@ -1,7 +1,5 @@
 """`PagedCache` in every format."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -32,15 +30,13 @@ def _bytes(cache: Any) -> KvBytes:
     return KvBytes(footprint.used_bytes + unpaged, footprint.pool_bytes + unpaged, details)
 
 
-def _entry(name: str, title: str, kv_cache_dtype: KVCacheDtype) -> CacheEntry:
-    return CacheEntry(
-        name, title, functools.partial(_create, kv_cache_dtype), _bytes, lambda cache: cache.fork()
-    )
+def _entry(kv_cache_dtype: KVCacheDtype) -> CacheEntry:
+    create = functools.partial(_create, kv_cache_dtype)
+    name, title = f"paged-{kv_cache_dtype}", f"PagedCache in {kv_cache_dtype}"
+    if kv_cache_dtype == "auto":
+        name, title = "paged", "PagedCache in the model's dtype"
+    return CacheEntry(name, title, create, _bytes, lambda cache: cache.fork())
 
 
-ENTRIES = (
-    _entry("paged", "PagedCache in the model's dtype", "auto"),
-    *(_entry(f"paged-{name}", f"PagedCache in {name}", name) for name in LAYER_DTYPES if name != "auto"),
-)
-
+ENTRIES = tuple(map(_entry, LAYER_DTYPES))  # `auto` is the first
 ALIASES = {f"paged-{alias}": f"paged-{name}" for alias, name in DTYPE_ALIASES.items()}

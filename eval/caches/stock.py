@@ -1,7 +1,5 @@
 """The caches of transformers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -17,16 +15,13 @@ from hf_paged_cache import disable
 
 from .base import CacheEntry, CacheUnavailable, Demand, tensor_bytes
 
+# Backend -> arguments that differ from the defaults (groups of 64, up to 128 of the newest tokens as they
+# are). HQQ groups along head_dim with axis 1, which its makers advise.
 AXES: dict[str, dict[str, int]] = {"quanto": {}, "hqq": {"axis_key": 1, "axis_value": 1}}
-"""Backend -> arguments that differ from the defaults (groups of 64, up to 128 of the newest tokens as they
-are). HQQ groups along head_dim with axis 1, which its makers advise."""
 
 
 def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
-    """A fresh `QuantizedCache` for a model's config; `bits` is not for the backend `fp8`.
-
-    Where the backend is not installed or refuses, `CacheUnavailable` says why.
-    """
+    """A fresh `QuantizedCache`, or `CacheUnavailable`; `bits` is not for the backend `fp8`."""
     options = {} if backend == "fp8" else {"nbits": bits, **AXES[backend]}
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # HQQ greets
@@ -39,14 +34,11 @@ def quantized_cache(config: Any, backend: str, bits: int = 4) -> Any:
 def _copied(cache: Any) -> Any:
     """A cache of the same keys and values: these layers put new ones in their place and write into none."""
     copied = copy.copy(cache)
-    copied.layers = [_copied_layer(layer) for layer in cache.layers]
+    copied.layers = []
+    for layer in cache.layers:  # states of linear attention are written into
+        only_appends = isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionLayer)
+        copied.layers.append(copy.copy(layer) if only_appends else copy.deepcopy(layer))
     return copied
-
-
-def _copied_layer(layer: Any) -> Any:
-    # States of linear attention are written into.
-    only_appends = isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionLayer)
-    return copy.copy(layer) if only_appends else copy.deepcopy(layer)
 
 
 def _entry(
@@ -54,13 +46,13 @@ def _entry(
     title: str,
     make: Callable[[Any, Demand], Any],
     kv_bytes: Callable[[Any], KvBytes] = tensor_bytes,
-    duplicate: Callable[[Any], Any] = _copied,
+    copied: Callable[[Any], Any] = _copied,
 ) -> CacheEntry:
     def create(model: Any, demand: Demand) -> Any:
         disable(model)
         return make(model, demand)
 
-    return CacheEntry(name, title, create, kv_bytes, duplicate)
+    return CacheEntry(name, title, create, kv_bytes, copied)
 
 
 def _quantized(name: str, backend: str, bits: int = 8, about: str = "") -> CacheEntry:
@@ -97,7 +89,7 @@ def _resident_bytes(cache: Any) -> KvBytes:
 ENTRIES = (
     _entry("dynamic", "transformers' default cache (DynamicCache)", _dynamic),
     _entry(
-        "static", "StaticCache of transformers, as long as the batch needs", _static, duplicate=copy.deepcopy
+        "static", "StaticCache of transformers, as long as the batch needs", _static, copied=copy.deepcopy
     ),
     _entry("offloaded", "DynamicCache with its layers on the host", _offloaded, _resident_bytes),
     _quantized("quanto-int4", "quanto", 4),

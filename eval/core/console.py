@@ -1,22 +1,15 @@
-"""Means of all command lines: the terminal, a progress bar, errors in one line, a file of results."""
-
-from __future__ import annotations
+"""Means of all command lines: the terminal, errors in one line, a file of results."""
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
 
 from eval.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-
 
 EXIT_WRONG = 1
 EXIT_USAGE = 2
@@ -25,8 +18,6 @@ _PACKAGES = ("torch", "transformers", "hf-paged-cache", "numpy", "triton")
 
 def terminal() -> Console:
     """Where tables go; wide where nobody has said how wide."""
-    from rich.console import Console
-
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it would warn of every process that is started
     console = Console()
     return console if console.is_terminal else Console(width=160)
@@ -47,25 +38,11 @@ def header(environment: dict[str, Any], backend: str) -> str:
     versions = environment["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if versions.get(name))
     gpu = f"{environment['gpu']['name']}, " if "gpu" in environment else ""
-    threads = f"{environment['torch_threads']} threads"
+    cores = f"{environment['cpu_count']} cores, {environment['torch_threads']} threads"
     return (
-        f"{gpu}{environment['cpu']}, {environment['cpu_count']} cores, {threads}, "
+        f"{gpu}{environment['cpu']}, {cores}, "
         f"{environment['memory_bytes'] / 1e9:.0f} GB, load {environment['load_average_1_min']}\n"
         f"{environment['machine']}, Python {environment['python']}, {packages}, kernels: {backend}"
-    )
-
-
-def progress_bar(console: Console, *, is_shown: bool = True) -> Progress:
-    """A bar with the steps done and the time taken, and a description behind it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-        disable=not is_shown,
     )
 
 
@@ -73,11 +50,6 @@ def check_writable(path: Path | None) -> None:
     """Refuse a path now and not after minutes; older results stay until there are new ones."""
     if path is not None:
         write_results(path, "", mode="a")
-
-
-def write_json(path: Path, document: object, indent: int = 2) -> None:
-    """Write results."""
-    write_results(path, json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
 
 
 def write_results(path: Path, content: str, mode: str = "w") -> None:

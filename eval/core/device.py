@@ -1,7 +1,5 @@
 """The machine, the device and the versions that numbers were measured with."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -18,12 +16,13 @@ _PACKAGES = ("torch", "transformers", "triton", "numpy", "datasets", "evaluate",
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return the machine, the device, the versions and the load at this moment, ready for JSON."""
+    has_pages = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {})
     described: dict[str, Any] = {
         "machine": f"{platform.system()} {platform.machine()}",
         "cpu": processor(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if has_pages else None,
         "load_average_1_min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "device": str(device),
         "python": platform.python_version(),
@@ -46,26 +45,14 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def _memory_bytes() -> int | None:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def resolve_device(name: str) -> torch.device:
-    """The torch device called `name`; "auto" is CUDA where there is one, else the CPU.
-
-    Raises:
-        UsageError: when torch does not know the name or the device is not there.
-    """
+    """The torch device called `name`, or a `UsageError`; "auto" is CUDA where there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(
-            f"device {name!r} cannot be used here ({reason}); choose from: auto, cpu, cuda"
-        ) from error
+        why = f"cannot be used here ({str(error).splitlines()[0]})"
+        raise UsageError(f"device {name!r} {why}; choose from: auto, cpu, cuda") from error
     return device

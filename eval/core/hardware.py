@@ -1,7 +1,5 @@
 """Devices to measure on: their clock, their memory, and what the CPU stands in for in a dry run."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -16,7 +14,6 @@ from unittest import mock
 import torch
 
 NEEDS_GPU = "needs a GPU"
-_POISON_BYTES = tuple(1 << power for power in range(9, 25))
 _L3_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _DEFAULT_L3_BYTES = 32 << 20
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -31,9 +28,8 @@ class Device:
     """The CPU, the CPU of a dry run, where layers are few, or the first GPU."""
 
     def __init__(self, name: str = "cpu", *, is_toy: bool = False) -> None:
-        self.torch_device = torch.device(name)
+        self.torch_device, self.is_toy = torch.device(name), is_toy
         self.is_gpu = self.torch_device.type == "cuda"
-        self.is_toy = is_toy
 
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
@@ -74,10 +70,7 @@ class Device:
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
 
     def graph_of(self, step: Callable[[], object]) -> Callable[[], object]:
-        """The launches of a step, recorded after three runs on a side stream; calling it replays them.
-
-        A device that records none raises `Skip`.
-        """
+        """The launches of a step, recorded after three runs on a side stream, to replay; or `Skip`."""
         if not self.is_gpu:
             raise Skip(NEEDS_GPU)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -174,25 +167,19 @@ class Device:
     @contextlib.contextmanager
     def poisoned(self) -> Iterator[None]:
         """Inside, memory that nobody has written is NaN (integers: the largest)."""
-        before = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         filling: Any = torch.utils.deterministic
-        fill = filling.fill_uninitialized_memory
-        with warnings.catch_warnings():
+        is_on = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        with warnings.catch_warnings(), contextlib.ExitStack() as before:
             warnings.simplefilter("ignore")
+            before.callback(torch.use_deterministic_algorithms, is_on, warn_only=warn_only)
+            before.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
             torch.use_deterministic_algorithms(True, warn_only=True)
             filling.fill_uninitialized_memory = True
             # What is allocated next re-uses these, also where it does not go through `torch.empty`.
-            freed = [
-                torch.full((size // 4,), torch.nan, device=self.torch_device, dtype=torch.float32)
-                for size in _POISON_BYTES
-            ]
+            freed = [torch.full((1 << n,), torch.nan, device=self.torch_device) for n in range(7, 23)]
             del freed
-            try:
-                yield
-            finally:
-                torch.use_deterministic_algorithms(before, warn_only=warn_only)
-                filling.fill_uninitialized_memory = fill
+            yield
 
 
 CPU = Device()

@@ -65,18 +65,13 @@ class Workers:
     function: Callable[..., Any]  # of a module, so that a new process finds it
     jobs: int = 1  # processes at a time
     one_call_each: bool = False  # whether every call has a process of its own
-    # modules for a server to import once, from which workers are forked in milliseconds; without any, a
-    # worker is a new interpreter
-    preload: Sequence[str] = ()
+    preload: Sequence[str] = ()  # modules of a server that forks workers; without, each is a new interpreter
     environment: dict[str, str] = field(default_factory=dict)  # variables that new interpreters start with
     on_event: Callable[[Any], object] = lambda event: None  # takes what the function hands to `tell`
     max_deaths: float = math.inf  # workers that may die before the calls that are left are given up
 
     def run(self, calls: Sequence[Call], deadline: float = math.inf) -> Generator[Outcome]:
-        """Make all calls, begun in this order; outcomes come as they are known.
-
-        What still runs is killed with the iterator. The deadline is in seconds since the epoch.
-        """
+        """Outcomes as they are known. Calls begin in order; what runs at `deadline` (epoch) is killed."""
         waiting, workers, deaths = deque(calls), list[_Worker](), 0
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -132,10 +127,8 @@ class Workers:
         busy = [worker for worker in workers if worker.call is not None]
         ends = min((worker.ends for worker in busy), default=math.inf)
         timeout_s = max(0.0, min(ends, deadline) - time.time())
-        wait(
-            [awaited for worker in busy for awaited in (worker.pipe, worker.process.sentinel)],
-            timeout=None if math.isinf(timeout_s) else timeout_s,
-        )
+        awaited = [each for worker in busy for each in (worker.pipe, worker.process.sentinel)]
+        wait(awaited, timeout=None if math.isinf(timeout_s) else timeout_s)
         for worker in busy:
             outcome = self._answer(worker, deadline)
             if outcome is not None:
@@ -170,14 +163,15 @@ class Workers:
         return worker.outcome(problem=f"no answer within {worker.call.limit_s:g} s")
 
 
+@dataclass
 class _Worker:
-    def __init__(self, process: Any, pipe: Connection, log: Path) -> None:
-        self.process = process
-        self.pipe = pipe
-        self.log = log
-        self.call: Call | None = None
-        self.begun = 0.0
-        self.is_ready = self.is_over = False
+    process: Any
+    pipe: Connection
+    log: Path
+    call: Call | None = None
+    begun: float = 0.0
+    is_ready: bool = False
+    is_over: bool = False
 
     @property
     def ends(self) -> float:

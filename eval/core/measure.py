@@ -1,7 +1,5 @@
 """Time of prefill and decode steps, and peak memory, of one `generate` call."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -9,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -37,22 +36,21 @@ class Measures:
     prefill_ms: tuple[float, ...]  # first forwards
     step_ms: tuple[float, ...]  # decode steps; one step gives one token to every row
     kv: KvBytes  # what the cache held at the end
-    peak_bytes: int  # peak memory, all included
-    rise_bytes: int  # peak memory above what was held before
+    peak_bytes: int  # all included
+    rise_bytes: int  # above what was held before
 
 
 class StepTimer:
     """Times the forward passes of a model by hooks on it, while used as a context manager.
 
-    The first forward is the prefill, from its start to its end. A decode step is the time from the end of one
-    forward to the end of the next, so it holds all that a user waits for: picking the token, preparing
-    inputs, the forward, the cache. On CUDA the device is synchronised at every stamp.
+    The first forward is the prefill. A decode step is the time from the end of one forward to the end of the
+    next, so it holds all that a user waits for: picking the token, preparing inputs, the forward, the cache.
+    On CUDA the device is synchronised at every stamp.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device
         self._stamps_s: list[float] = []  # the start of the first forward, and the end of each
-        self._hooks: list[Any] = []
 
     @property
     def prefill_ms(self) -> float:
@@ -90,18 +88,19 @@ class StepTimer:
         return time.perf_counter()
 
 
-class PeakMemory:
+class PeakMemory(ABC):
     """The peak of memory while used as a context manager; its classes say how."""
 
     method: ClassVar[str]  # one line for the report: what these numbers are
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0  # the highest total, weights and everything else included
-        self.rise_bytes = 0  # `peak_bytes` less what was held at the start
-        self._start_bytes = 0
+    peak_bytes = 0  # the highest total, weights and everything else included
+    rise_bytes = 0  # `peak_bytes` less what was held at the start
 
     def __enter__(self) -> Self:
-        release_free_memory()
+        gc.collect()
+        # Freed pages go back to the kernel where the C library can (glibc). With another one, what it keeps
+        # is counted as resident, for every cache alike.
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)
         self._start_bytes = self._begin()
         return self
 
@@ -109,22 +108,20 @@ class PeakMemory:
         self.peak_bytes = self._end()
         self.rise_bytes = max(0, self.peak_bytes - self._start_bytes)
 
+    @abstractmethod
     def _begin(self) -> int:
         """Bytes held now; from here on the peak counts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self) -> int:
         """The peak in bytes."""
-        raise NotImplementedError
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
     """Return the best gauge there is for `device` on this machine."""
     if device.type == "cuda":
         return CudaPeak(device)
-    if _high_water_can_be_reset():
-        return HighWaterPeak()
-    return SampledPeak()
+    return HighWaterPeak() if _high_water_can_be_reset() else SampledPeak()
 
 
 class CudaPeak(PeakMemory):
@@ -133,7 +130,6 @@ class CudaPeak(PeakMemory):
     method = "torch.cuda.max_memory_allocated: the highest sum of tensors alive on the device"
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device = device
 
     def _begin(self) -> int:
@@ -149,10 +145,9 @@ class CudaPeak(PeakMemory):
 class HighWaterPeak(PeakMemory):
     """Peak resident memory of the whole process as the Linux kernel saw it, reset at the start.
 
-    Freed memory that the C library still holds is handed back to the kernel before the start; otherwise one
-    contender's leavings would hide the next one's needs. What the library keeps *during* the block counts: it
-    is resident. The kernel counts per thread and adds up in batches, so the result is good to a few hundred
-    KiB. Memory that was set aside but never touched is not resident and does not count.
+    What the C library still holds is handed back before the start, so that one contender's leavings do not
+    hide the next one's needs; what it keeps *during* the block is resident and counts. The result is good to
+    a few hundred KiB. Memory that was set aside but never touched does not count.
     """
 
     method = "peak resident memory of the process (VmHWM, reset before every batch)"
@@ -166,16 +161,11 @@ class HighWaterPeak(PeakMemory):
 
 
 class SampledPeak(PeakMemory):
-    """Highest resident memory of the process seen by a thread that looks every millisecond.
-
-    The last resort, where the kernel's own high-water mark cannot be reset: a peak that lasts less than the
-    interval may be missed, so the result is a lower bound.
-    """
+    """Highest resident memory that a thread sees every millisecond, a lower bound: the last resort."""
 
     method = "highest resident memory of the process seen by a sampling thread (a lower bound)"
 
     def __init__(self) -> None:
-        super().__init__()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -192,14 +182,6 @@ class SampledPeak(PeakMemory):
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
             self.peak_bytes = max(self.peak_bytes, _resident_bytes())
-
-
-def release_free_memory() -> None:
-    """Collect garbage and hand freed pages back to the kernel where the C library can (glibc)."""
-    gc.collect()
-    # With another C library, what it keeps is counted as resident, for every cache alike.
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _high_water_can_be_reset() -> bool:

@@ -1,7 +1,5 @@
 """Models by name: a registry of small ones that come with a wheel, and any hub id, folder or GGUF file."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util
@@ -30,11 +28,7 @@ class LoadedModel:
 
 
 def load(name: str = "smollm2", dtype: str = "float32", device: str | torch.device = "cpu") -> LoadedModel:
-    """Load a model: a name of `MODELS`, a hub id, a local folder or a local `.gguf` file.
-
-    Raises:
-        UsageError: when the model cannot be found or loaded, or the device is missing or too small.
-    """
+    """Load a name of `MODELS`, a hub id, a folder or a `.gguf` file; `UsageError` if that fails."""
     device = resolve_device(device) if isinstance(device, str) else device
     path = MODELS[name]() if name in MODELS else Path(name)
     is_gguf = path.suffix == ".gguf" and path.is_file()
@@ -82,10 +76,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _unpacking() -> Iterator[None]:
-    """Transformers parses a GGUF file for tokenizer, config and weights each, and its names for each tensor.
-
-    Here once, in a half of the time. The progress bar of unpacking cannot be turned off otherwise.
-    """
+    """Parse a GGUF file once, where transformers does so for each part of it, and show no progress bar."""
     import gguf
 
     with (
@@ -108,5 +99,4 @@ def _smollm2() -> Path:
     )
 
 
-MODELS: dict[str, Callable[[], Path]] = {"smollm2": _smollm2}
-"""Name -> function that finds the model's file or folder on this machine."""
+MODELS: dict[str, Callable[[], Path]] = {"smollm2": _smollm2}  # name -> finds its file or folder here

@@ -1,26 +1,18 @@
 """Progress of a long run: a bar in a terminal, and elsewhere a line every few seconds."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 EVERY_S = 15.0
 
 
 class Progress:
-    """Steps that are done and what is going on, while used as a context manager.
-
-    A console that is no terminal gets a line at once and every `EVERY_S` seconds. `total` is how many steps
-    there will be, where that is known already.
-    """
+    """Steps done, of `total` if known: a bar in a terminal, elsewhere a line every `EVERY_S` seconds."""
 
     def __init__(self, console: Console, label: str, total: int | None = None) -> None:
         self._console = console

@@ -8,8 +8,6 @@
 ```
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -21,8 +19,7 @@ from typing import Any
 
 from eval.core.errors import UsageError
 
-FOLDER = Path(__file__).resolve().parents[1] / "results"
-"""The results that the README shows."""
+FOLDER = Path(__file__).resolve().parents[1] / "results"  # the results that the README shows
 
 
 def document(

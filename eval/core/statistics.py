@@ -1,7 +1,5 @@
 """Statistics of all commands, each by one rule: divergence, agreement, RMS ratio, bootstrap, percentiles."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +14,7 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 _SEED = 0
 
-Statistic = Callable[[np.ndarray[Any, Any]], float]
-"""The value of a metric over the samples with these indices; an index may come more than once."""
+Statistic = Callable[[np.ndarray[Any, Any]], float]  # value over samples of these indices, some maybe twice
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,9 @@ def rms_ratio(got: Any, want: Any) -> float:
 
 
 def bootstrap_interval(statistic: Statistic, count: int) -> tuple[float, float]:
-    """The percentile bootstrap's interval of a statistic over `count` samples (Efron 1979).
-
-    Of one sample nothing is known but itself.
-    """
+    """The percentile bootstrap's interval over `count` samples (Efron 1979); of one sample it is a point."""
     if count < 2:
-        value = statistic(np.arange(count))
-        return value, value
+        return (statistic(np.arange(count)),) * 2
     import scipy.stats
 
     with warnings.catch_warnings():

@@ -1,13 +1,12 @@
 """Tables of numbers, the bounds that some of them have to keep, and how they are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.table import Table
 
 Cell = str | int | float | None
 
@@ -45,7 +44,7 @@ class Bound:
         return {**fields, "holds": self.holds}
 
 
-def required(what: str, value: float, limit: float | None, **fields: Any) -> tuple[Bound, ...]:
+def required(what: str, value: Any, limit: float | None, **fields: Any) -> tuple[Bound, ...]:
     """The bound of a row where there is a limit; none where that is None."""
     return () if limit is None else (Bound(what, value, limit, **fields),)
 
@@ -80,15 +79,14 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {
-            "bench": self.name,
-            "title": self.title,
-            "notes": list(self.notes),
-            "seconds": round(self.seconds, 1),
-            "rows": [
-                {**row.cells, "required": [bound.to_dict() for bound in row.bounds]} for row in self.rows
-            ],
-        }
+        rows = [{**row.cells, "required": [bound.to_dict() for bound in row.bounds]} for row in self.rows]
+        about = {"bench": self.name, "title": self.title, "notes": list(self.notes)}
+        return {**about, "seconds": round(self.seconds, 1), "rows": rows}
+
+
+def plain(*keys: str) -> tuple[Column, ...]:
+    """Columns that are headed by their keys, whose values are printed as they are."""
+    return tuple(Column(key, key) for key in keys)
 
 
 def fixed(digits: int) -> Callable[[Any], str]:
@@ -103,8 +101,6 @@ def scientific(value: Any) -> str:
 
 def show(console: Console, result: Result) -> None:
     """Print a table, its notes below."""
-    from rich.table import Table
-
     table = Table(title=f"{result.name}: {result.title}", title_justify="left", title_style="bold")
     for column in result.columns:
         is_text = any(isinstance(row.cells.get(column.key), str) for row in result.rows)
@@ -143,14 +139,9 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _case(result: Result, cells: dict[str, Cell]) -> str:
     """The cells that name the case: those before the first measured number."""
-    named = []
-    for column in result.columns:
-        value = cells.get(column.key)
-        if isinstance(value, float):
-            break
-        if value is not None:
-            named.append(_text(column, value))
-    return ", ".join(named)
+    values = [(column, cells.get(column.key)) for column in result.columns]
+    named = takewhile(lambda pair: not isinstance(pair[1], float), values)
+    return ", ".join(_text(column, value) for column, value in named if value is not None)
 
 
 def _text(column: Column, value: Cell) -> str:

@@ -1,7 +1,5 @@
 """Contenders timed side by side in one process, so that what disturbs one disturbs all."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +18,7 @@ class Contender:
 
     name: str  # unique among those it is timed with
     step: Callable[[], object]  # what is timed
-    # called, untimed, after `step` ran so many times in a row; puts back the state before them
-    restore: Callable[[int], object] = lambda steps: None
+    restore: Callable[[int], object] = lambda steps: None  # untimed: puts back the state before so many steps
     prepare: Callable[[], object] = lambda: None  # called, untimed, before these steps
 
 
@@ -36,10 +33,7 @@ class Timings:
         return statistics.median(self.seconds[name])
 
     def speedup(self, name: str, over: str) -> float:
-        """How many times faster `name` is than `over`: the median of the quotients within each round.
-
-        Neighbours in time share the machine's mood, so this is steadier than the quotient of two medians.
-        """
+        """How many times faster `name` is than `over`: the median of quotients within rounds."""
         pairs = zip(self.seconds[over], self.seconds[name], strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
@@ -63,7 +57,8 @@ def interleave(
         first_s = {contender.name: _turn_s(contender, 1, device) for contender in contenders}
     if steps is not None and min_rounds * steps * sum(first_s.values()) > budget_s:
         steps = 1
-    in_a_row = {name: steps or _repeats_of(seconds) for name, seconds in first_s.items()}
+    repeats = {name: round(_TURN_S / max(taken_s, 1e-9)) for name, taken_s in first_s.items()}
+    in_a_row = {name: steps or min(max(1, count), _MAX_REPEATS) for name, count in repeats.items()}
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     started_s = time.perf_counter()
     for index in range(max_rounds):
@@ -80,7 +75,3 @@ def _turn_s(contender: Contender, steps: int, device: Device) -> float:
     taken_s = device.step_s(contender.step, steps)
     contender.restore(steps)
     return taken_s
-
-
-def _repeats_of(step_s: float) -> int:
-    return max(1, min(_MAX_REPEATS, round(_TURN_S / max(step_s, 1e-9))))

@@ -1,7 +1,5 @@
 """Texts of a task: what ships, a local file, or a data set by its `datasets` name."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,10 +24,10 @@ class Source:
     columns: Mapping[str, str]
     config: str | None = None  # configuration of a data set
     split: str = "test"  # of a data set
-    # the user's message, `{input}` where the text goes; None leaves it to the task
-    instruction: str | None = None
+    instruction: str | None = None  # the user's message, `{input}` where the text goes; None: the task's
 
 
+# Data sets whose columns are known; any other needs `--input-column` and, for a reference, its column.
 PRESETS = {
     "cnn_dailymail": Source(
         "abisee/cnn_dailymail",
@@ -49,7 +47,6 @@ PRESETS = {
         instruction="Translate the following German text to English:\n\n{input}",
     ),
 }
-"""Data sets whose columns are known; any other needs `--input-column` and, for a reference, its column."""
 
 
 def chosen(settings: Settings, shipped: Source) -> Source:
@@ -71,11 +68,9 @@ def chosen(settings: Settings, shipped: Source) -> Source:
 
 
 def read(source: Source, roles: tuple[str, ...], limit: int | None, seed: int) -> list[dict[str, str]]:
-    """Rows as role -> text, `limit` of them (or all, where there are fewer), chosen by `seed`.
+    """Rows as role -> text for `id` and `roles`, `limit` of them chosen by `seed`, or all in their order.
 
     Rows that lack one of the texts are passed over. Without an id, a row's place in the table is its name.
-    Without a limit they are all, in their order. `roles` are those that the task reads beside `id`. A table
-    that cannot be had or lacks a column is a `UsageError` that names the columns there are.
     """
     table = _load(source)
     paths = sorted(_paths(table.features))

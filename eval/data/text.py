@@ -1,7 +1,5 @@
 """Long real texts, the same at every call, as token ids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -27,17 +25,13 @@ def shipped() -> str:
 
 def token_ids(tokenizer: Any, text: str) -> torch.Tensor:
     """Token ids `[tokens]`, without special tokens."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"]
-    flat: torch.Tensor = ids[0]
-    return flat
+    encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")
+    ids: torch.Tensor = encoded["input_ids"][0]
+    return ids
 
 
 def row_ids(tokenizer: Any, rows: int, tokens: int, path: Path = CATALOGUE) -> torch.Tensor:
-    """Token ids `[rows, tokens]` of JSON lines with a field `text`, built as `ROWS_RULE` says.
-
-    Raises:
-        UsageError: there is not so much text.
-    """
+    """Token ids `[rows, tokens]` of JSON lines with a field `text`, built as `ROWS_RULE` says."""
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
     encoded = [token_ids(tokenizer, "\n\n".join(texts[row::rows])) for row in range(rows)]
     shortest = min(map(len, encoded))

@@ -1,7 +1,5 @@
 """Sections c and d: benches of `eval.bench` on this device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -31,25 +29,22 @@ GENERATED = (
 
 def attention(settings: Settings) -> list[Item]:
     """The sizes, then what is launched for a layer, then torch's flex attention."""
-    cases = [Case(LLAMA_3_8B, batch, torch.bfloat16, tokens) for batch, tokens in SIZES]
+    shape = Shape("toy", 4, 2, 16) if settings.dry_run else LLAMA_3_8B
+    sizes = ((1, 70), (2, 130)) if settings.dry_run else SIZES
+    cases = {f"{rows}x{tokens}": Case(shape, rows, torch.bfloat16, tokens) for rows, tokens in sizes}
     kernels: Callable[..., list[Row]] = attention_step.measure_kernels
     flex: Callable[..., list[Row]] = attention_step.measure_flex
     if settings.dry_run:
-        toy = Shape("toy", 4, 2, 16)
-        cases = [Case(toy, batch, torch.bfloat16, tokens) for batch, tokens in ((1, 70), (2, 130))]
         kernels, flex = partial(kernels, copy_bytes=1 << 20, budget_s=0.1), partial(flex, copy_bytes=1 << 20)
+    first, *others = cases
     return [
-        Item(_key("launches", cases[0]), partial(_launches, cases[0])),
-        *(Item(_key("decode", case), partial(_rows, kernels, case), 5.0, 60.0) for case in cases),
+        Item(f"launches/{first}", partial(_launches, cases[first])),
+        *(Item(f"decode/{key}", partial(_rows, kernels, case), 5.0, 60.0) for key, case in cases.items()),
         *(
-            Item(_key("flex", case), partial(_rows, flex, case), 10.0, 60.0, optional=True)
-            for case in cases[: 1 if settings.dry_run else 2]
+            Item(f"flex/{key}", partial(_rows, flex, cases[key]), 10.0, 60.0, optional=True)
+            for key in (first, *([] if settings.dry_run else others[:1]))
         ),
     ]
-
-
-def _key(what: str, case: Case) -> str:
-    return f"{what}/{case.batch}x{case.tokens}"
 
 
 def _launches(case: Case, record: Record, device: Device) -> None:

@@ -1,9 +1,4 @@
-"""What the tests compare kernels with, moved to the device with its strides, and into large pools.
-
-The tables of the tests are not part of a package and not checked as strictly as this one, hence loose types.
-"""
-
-from __future__ import annotations
+"""What the tests compare kernels with, loosely typed as it is, moved to the device and into large pools."""
 
 import importlib
 from typing import Any
@@ -13,8 +8,7 @@ import torch
 from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROOM_FOR_THE_DRAW = 1.5
-"""Right kernels were seen at 1.03 times the bound of the tests, whose inputs are always the same."""
+ROOM_FOR_THE_DRAW = 1.5  # right kernels were seen at 1.03 times the bound of the tests, with equal inputs
 
 
 def shared(name: str) -> Any:
@@ -66,26 +60,21 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 def whole_pool(layer: torch.Tensor) -> torch.Tensor:
     """`[blocks, layers, kv_heads, block_size, head_dim]` of which `layer` is a slice, on any device."""
-    block_elements = layer.stride(0)
-    layer_elements = layer[0].numel()
-    num_blocks, layers = layer.shape[0], block_elements // layer_elements
-    return layer.as_strided(
-        (num_blocks, layers, *layer.shape[1:]),
-        (block_elements, layer_elements, *layer.stride()[1:]),
-        layer.storage_offset() - layer.storage_offset() % block_elements,
-    )
+    (in_block, *strides), in_layer = layer.stride(), layer[0].numel()
+    shape = (layer.shape[0], in_block // in_layer, *layer.shape[1:])
+    start = layer.storage_offset() - layer.storage_offset() % in_block
+    return layer.as_strided(shape, (in_block, in_layer, *strides), start)
 
 
 def at_the_end_of(blocks: LayerBlocks, num_blocks: int) -> LayerBlocks:
     """The same layer with its blocks as the last of a pool of `num_blocks`, the others full of NaN."""
     shift = num_blocks - blocks.keys.shape[0]
+
+    def enlarged(layer: torch.Tensor) -> torch.Tensor:
+        small = whole_pool(layer)
+        large = small.new_full((num_blocks, *small.shape[1:]), torch.nan)
+        large[shift:] = small
+        return large[:, layer.storage_offset() % layer.stride(0) // layer[0].numel()]
+
     table = torch.where(blocks.table == NULL_BLOCK, NULL_BLOCK, blocks.table + shift).to(torch.int32)
-    keys, values = (_enlarged(layer, shift) for layer in (blocks.keys, blocks.values))
-    return LayerBlocks(keys, values, table)
-
-
-def _enlarged(layer: torch.Tensor, more_blocks: int) -> torch.Tensor:
-    small = whole_pool(layer)
-    large = small.new_full((more_blocks + small.shape[0], *small.shape[1:]), torch.nan)
-    large[more_blocks:] = small
-    return large[:, layer.storage_offset() % layer.stride(0) // layer[0].numel()]
+    return LayerBlocks(enlarged(blocks.keys), enlarged(blocks.values), table)

@@ -1,7 +1,5 @@
 """The command line of `python -m eval gpu`, and the run as a whole."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -11,25 +9,22 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from eval.core.console import header, terminal, usage_errors
 from eval.core.errors import UsageError
 from eval.core.isolation import Call, Outcome, Workers
+from eval.core.results import FOLDER
 from eval.gpu import plan
 from eval.gpu.plan import CORRECTNESS, RESERVE_S, SECTIONS, Item, Record, Settings
 
-if TYPE_CHECKING:
-    from eval.gpu.report import Report
-
-ROOT = Path(__file__).resolve().parents[2]
 MAX_JOBS = 12
 MAX_DEATHS = 6  # workers of one job that may die; each one means that an item took it down
 GRACE_S = 10.0  # how long after its limit an item's process is killed: the item cannot stop itself
 FILE_NAME = "gpu_check.json"
+ALL_SECTIONS = ",".join(SECTIONS)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Run = Callable[[Settings, Sequence[Call], float, int], Generator[Outcome]]
@@ -41,9 +36,7 @@ def gpu(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Toy sizes on the CPU, Triton interpreted.")
     ] = False,
-    sections: Annotated[str, typer.Option(help="Letters, comma-separated; default: all.")] = ",".join(
-        SECTIONS
-    ),
+    sections: Annotated[str, typer.Option(help="Letters, comma-separated; default: all.")] = ALL_SECTIONS,
     budget_s: Annotated[
         float | None, typer.Option(help=f"Seconds in all; default: {plan.DEFAULT_BUDGET_S:.0f}.")
     ] = None,
@@ -58,10 +51,12 @@ def gpu(
     """
     with usage_errors():
         settings = settings_of(dry_run, sections, budget_s, seed, backend, jobs)
-        if not dry_run and not _has_gpu():
+        import torch
+
+        if not dry_run and not torch.cuda.is_available():
             raise UsageError("no CUDA device here; --dry-run takes the same paths at toy sizes on the CPU")
-    kept = Path(tempfile.gettempdir()) if dry_run else ROOT / "eval" / "results"
-    raise typer.Exit(check(settings, Path(os.environ.get("OUT") or kept) / FILE_NAME))
+    folder = os.environ.get("OUT") or (tempfile.gettempdir() if dry_run else FOLDER)
+    raise typer.Exit(check(settings, Path(folder) / FILE_NAME))
 
 
 def settings_of(
@@ -102,13 +97,21 @@ def check(settings: Settings, path: Path, *, items_of: ItemsOf = plan.items_of, 
     report = Report(settings, path, _environment(settings))
     described = header(report.environment, settings.backend)
     report.say(f"seed {settings.seed}, {settings.budget_s:.0f} s; {described}")
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for phase, letters in plan.phases_of(settings).items():
             begun, ends = time.time(), plan.deadline(settings, phase, started + settings.budget_s - RESERVE_S)
             report.say(f"{phase}: sections {', '.join(letters)}, {ends - begun:.0f} s at most")
             report.write()
-            items = _items(letters, settings, items_of, report)
+            items: dict[tuple[str, str], Item] = {}
+            for letter in reversed(letters):  # what takes longest is begun first
+                try:
+                    found = items_of(letter, settings)
+                except Exception:  # the other sections run
+                    report.crash(letter, traceback.format_exc())
+                else:
+                    report.expected[letter] = len(found)
+                    items |= {(letter, item.key): item for item in found}
             calls = [Call((settings, *key), x.limit_s + GRACE_S, x.needs_s) for key, x in items.items()]
             jobs = settings.jobs if phase == CORRECTNESS else 1
             with contextlib.closing(run(settings, calls, ends, jobs)) as outcomes:
@@ -127,30 +130,13 @@ def check(settings: Settings, path: Path, *, items_of: ItemsOf = plan.items_of, 
     return report.exit_code
 
 
-def _items(
-    letters: list[str], settings: Settings, items_of: ItemsOf, report: Report
-) -> dict[tuple[str, str], Item]:
-    """Items by section and key. A section that cannot be begun is recorded, and the others run."""
-    items: dict[tuple[str, str], Item] = {}
-    for letter in reversed(letters):  # what takes longest is begun first
-        try:
-            found = items_of(letter, settings)
-        except Exception:
-            report.crash(letter, traceback.format_exc())
-            continue
-        report.expected[letter] = len(found)
-        items |= {(letter, item.key): item for item in found}
-    return items
-
-
 def _record_of(item: Item, outcome: Outcome) -> Record:
-    if outcome.problem is None:
-        record: Record = outcome.value
-        return record
-    fields: dict[str, Any] = {"optional": item.optional, "seconds": outcome.seconds}
+    record: Record = outcome.value or Record(item.key, optional=item.optional, seconds=outcome.seconds)
     if outcome.is_skipped:
-        return Record(item.key, skipped=outcome.problem, **fields)
-    return Record(item.key, crash=f"{outcome.log}\n{outcome.problem}", **fields)
+        record.skipped = outcome.problem
+    elif outcome.problem is not None:
+        record.crash = f"{outcome.log}\n{outcome.problem}"
+    return record
 
 
 def _environment(settings: Settings) -> dict[str, Any]:
@@ -165,13 +151,3 @@ def _environment(settings: Settings) -> dict[str, Any]:
         driver = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     described = describe(torch.device("cpu" if settings.dry_run else "cuda"))
     return {**described, "cuda": torch.version.cuda, "driver": driver and driver.strip()}
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

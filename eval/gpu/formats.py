@@ -4,8 +4,6 @@ Attention is asked as `generate` asks: with lengths on the device and a mask. An
 records say, and records to those that plain torch writes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,11 +33,9 @@ DRY_RUN_ASKED: dict[str, dict[str, Any]] = {
     "decode": {"mask": "bool_padding", "end": 20, "block_size": 16, "group": 2, **_TOY},
     "split": {"end": 530, "batch": 1, "mask": "bool_padding", "group": 1, "dense": "edges", **_TOY},
 }
-DRY_RUN_STORED = ("int8", "int4")
-"""One that is written per token and one in whole blocks: interpreted, a store takes seconds."""
+DRY_RUN_STORED = ("int8", "int4")  # written per token and in whole blocks: interpreted, a store takes seconds
 COLUMNS = 3
-STORED_TOLERANCE = 1e-2
-"""RMS ratio between what two encoders have stored: a rounding tie may fall to either side."""
+STORED_TOLERANCE = 1e-2  # RMS ratio of what two encoders stored: a rounding tie may fall to either side
 
 
 def items(settings: Settings) -> list[Item]:
@@ -110,8 +106,7 @@ def _store(
     record.check("no token was found unfit", not got.fault.any())
     for side, mine, theirs in (("keys", got.keys, want.keys), ("values", got.values, want.values)):
         record.check(f"{side} in the model's dtype", torch.equal(bits(mine.cpu()), bits(theirs)))
-    stored = zip(layout.decode(got.records.cpu()), layout.decode(want.records), strict=True)
-    errors = [relative_error(*pair) for pair in stored]
+    errors = list(map(relative_error, layout.decode(got.records.cpu()), layout.decode(want.records)))
     record.values["rms_ratio"] = max(errors)
     for side, error in zip(("keys", "values"), errors, strict=True):
         record.bound(f"{side} in records", error, STORED_TOLERANCE)

@@ -4,8 +4,6 @@ Cases come from the tables that the tests use. Inputs are drawn afresh for each 
 read are NaN, and so is memory that nobody has written.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any
@@ -25,15 +23,13 @@ DRY_RUN_CASES = (
     "softcap", "sinks_q5_causal_window", "mask_minus_inf", "null_with_mask",
 )  # fmt: skip
 DRY_RUN_PREFILLS = ("history_begins_inside_a_block", "softcap_window_sinks", "left_padding")
-SPANS = ((0, 1), (0, 64), (0, 65), (63, 1), (63, 2), (30, 100), (191, 1))
-"""First position and number of tokens written."""
+SPANS = ((0, 1), (0, 64), (0, 65), (63, 1), (63, 2), (30, 100), (191, 1))  # first position, tokens written
 STORED = {
     "head_dim_64": {"head_dim": 64, "v_head_dim": 48},
     "head_dim_97": {"head_dim": 97, "group": 1},
     "head_dim_128": {"head_dim": 128, "block_size": 32},
 }
-COPIES = (([0], [1]), ([0, 1, 3], [1, 2, 0]), ([5, 6, 7, 8, 9], [4, 3, 2, 1, 0]))
-"""Blocks to read and to overwrite; some are both."""
+COPIES = (([0], [1]), ([0, 1, 3], [1, 2, 0]), ([5, 6, 7, 8, 9], [4, 3, 2, 1, 0]))  # read, overwritten
 LARGE_ELEMENTS = (1 << 31) + (1 << 28)
 
 
@@ -90,12 +86,11 @@ def check_decode(record: Record, device: Device, problem: Any, blocks: LayerBloc
     record.values["backend"] = dispatch.backend_name(blocks)
     after = [bits(x) for x in (blocks.keys, blocks.values)]
     record.check("the pool is not changed", all(map(torch.equal, before, after)))
-    allowed = tolerance(attention.query.dtype)
-    for name, got, got_lse in (("with lse", with_lse.cpu(), lse.cpu()), ("without", alone.cpu(), None)):
-        assert_answers = shared("kernels.cases").assert_answers
-        record.attempt(name, partial(assert_answers, problem, got, got_lse, tolerance=allowed))
-        error = relative_error(got, problem.want)
-        record.values["rms_ratio"] = max(record.values.get("rms_ratio", 0.0), error)
+    answers = (with_lse.cpu(), lse.cpu()), (alone.cpu(), None)
+    check = partial(shared("kernels.cases").assert_answers, tolerance=tolerance(attention.query.dtype))
+    for name, answer in zip(("with lse", "without"), answers, strict=True):
+        record.attempt(name, partial(check, problem, *answer))
+    record.values["rms_ratio"] = max(relative_error(got, problem.want) for got, _ in answers)
 
 
 def _stored(name: str, dtype: torch.dtype, seed: int, *, null: bool) -> LayerBlocks:
@@ -109,12 +104,12 @@ def _new_states(
     blocks: LayerBlocks, tokens: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as projections leave them: heads and tokens swapped."""
-    rows, heads = blocks.table.shape[0], blocks.keys.shape[1]
-    keys, values = (
-        torch.randn(rows, tokens, heads, pool.shape[3], generator=generator).to(pool.dtype).transpose(1, 2)
-        for pool in (blocks.keys, blocks.values)
-    )
-    return keys, values
+
+    def states(pool: torch.Tensor) -> torch.Tensor:
+        size = blocks.table.shape[0], tokens, pool.shape[1], pool.shape[3]
+        return torch.randn(size, generator=generator).to(pool.dtype).transpose(1, 2)
+
+    return states(blocks.keys), states(blocks.values)
 
 
 def _write(name: str, dtype: torch.dtype, seed: int, record: Record, device: Device) -> None:

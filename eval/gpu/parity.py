@@ -4,8 +4,6 @@ Small models with random weights. In float32 tokens are equal; in bfloat16, wher
 differently, the logits of a given text are as near to those of the same weights in float32 as the host's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,11 +114,10 @@ def _margin(model: Any, inputs: dict[str, torch.Tensor], got: torch.Tensor, want
     disable(model)
     logits = step_logits(model, models.host_cache(model), want, inputs)
     margins = [0.0]
-    for of_row, mine, theirs in zip(logits, got, want, strict=True):
-        if not torch.equal(mine, theirs):
-            first = int((mine != theirs).nonzero()[0])
-            scores = of_row[first - inputs["input_ids"].shape[1]]
-            margins.append(float((scores[theirs[first]] - scores[mine[first]]) / scores.abs().max()))
+    for row in (got != want).any(1).nonzero().flatten().tolist():
+        first = int((got[row] != want[row]).nonzero()[0])
+        scores = logits[row, first - inputs["input_ids"].shape[1]]
+        margins.append(float((scores[want[row, first]] - scores[got[row, first]]) / scores.abs().max()))
     return max(margins)
 
 
@@ -193,11 +190,7 @@ def step_logits(model: Any, cache: Any, text: torch.Tensor, inputs: dict[str, to
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits: list[torch.Tensor] = []
     for start, end in pairwise((0, *range(prompt_tokens, prompt_tokens + new_tokens))):
-        outputs = model(
-            text[:, start:end],
-            attention_mask=mask[:, :end],
-            position_ids=positions[:, start:end],
-            **{models.cache_kwarg(): cache},
-        )
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        outputs = model(text[:, start:end], **options, **{models.cache_kwarg(): cache})
         logits.append(outputs.logits[:, -1])
     return torch.stack(logits, dim=1).float()

@@ -1,7 +1,4 @@
-"""What one run does, and how its time is shared out; the same for the supervisor and its workers.
-
-The unit of work is an item: it is run in a worker and leaves a record, whatever happens to it.
-"""
+"""What one run does, item by item, and how its time is shared out; the same for all its processes."""
 
 from __future__ import annotations
 
@@ -94,8 +91,7 @@ class Item:
     """Something to run."""
 
     key: str  # unique in its section; parts are separated by `/`
-    # does it and fills the record. What it has filled in before it crashes is kept
-    run: Callable[[Record, Device], None]
+    run: Callable[[Record, Device], None]  # does it and fills the record, which is kept if it crashes
     needs_s: float = 1.0  # it is not begun with less time than this
     limit_s: float = 60.0  # it is stopped after so long
     optional: bool = False  # see `Record`
@@ -129,10 +125,10 @@ SECTIONS = {
     "c": Section("decode attention, one layer", "attention", ("benches:attention",)),
     "d": Section("generate over a long context", "end to end", ("benches:end_to_end",)),
 }
+# Share of the time that each phase may take; what it leaves goes to the next. Interpreted, correctness takes
+# longest.
 PHASE_WEIGHTS = {CORRECTNESS: 0.32, "attention": 0.25, "end to end": 0.43}
-"""Share of the time that each phase may take; what it leaves goes to the next."""
 DRY_RUN_PHASE_WEIGHTS = {CORRECTNESS: 0.55, "attention": 0.15, "end to end": 0.3}
-"""Interpreted, correctness takes longest."""
 
 
 def phases_of(settings: Settings) -> dict[str, list[str]]:

@@ -1,7 +1,5 @@
 """Everything that a run found, kept in a JSON file that is replaced as records come, and its tables."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter
@@ -9,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from eval.bench.layers import attention_step
 from eval.bench.models import generate_steps
@@ -17,9 +17,6 @@ from eval.core import table
 from eval.core.results import document, to_json
 from eval.core.table import Column, Result, Row, fixed
 from eval.gpu.plan import SECTIONS, Record, Settings
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SAY_EVERY_S = 5.0
 MAX_LISTED = 12  # failures, and skipped items, that are listed; the file has all
@@ -143,8 +140,8 @@ def _result(letter: str, report: Report) -> Result:
     records = report.records.get(letter, {})
     counts = ", ".join(f"{count} {status}" for status, count in sorted(_counts(records).items()))
     title = f"{SECTIONS[letter].title}: {counts or 'nothing ran'}"
-    columns, rows, notes = _TABLES[letter](records)
-    return Result(_NAMES.get(letter, letter), title, columns, rows, notes, report.seconds.get(letter, 0.0))
+    name, parts = _TABLES[letter]
+    return Result(name, title, *parts(records), report.seconds.get(letter, 0.0))
 
 
 _Parts = tuple[tuple[Column, ...], list[Row], tuple[str, ...]]
@@ -152,7 +149,7 @@ _Parts = tuple[tuple[Column, ...], list[Row], tuple[str, ...]]
 
 def _kernels(records: dict[str, Record]) -> _Parts:
     """The worst case of each kernel and dtype."""
-    columns = (Column("kernel", "RMS ratio, worst case"), *(Column(dtype, dtype) for dtype in DTYPES))
+    columns = (Column("kernel", "RMS ratio, worst case"), *table.plain(*DTYPES))
     found: dict[str, dict[str, list[Record]]] = {}
     for key, record in records.items():
         kind, *parts = key.split("/")
@@ -177,9 +174,9 @@ def _worst(records: Sequence[Record]) -> str | None:
 
 
 def _parity(records: dict[str, Record]) -> _Parts:
-    texts = (Column(name, name) for name in ("check", "result", "tokens"))
+    columns = *table.plain("check", "result", "tokens"), Column("over_host", "error / host's", fixed(3))
     rows = [Row({"check": key, "result": record.status, **record.values}) for key, record in records.items()]
-    return (*texts, Column("over_host", "error / host's", fixed(3))), rows, ()
+    return columns, rows, ()
 
 
 def _bench(columns: tuple[Column, ...], notes: tuple[str, ...], records: dict[str, Record]) -> _Parts:
@@ -191,10 +188,10 @@ def _bench(columns: tuple[Column, ...], notes: tuple[str, ...], records: dict[st
     return columns, [row for record in records.values() for row in record.rows], (*notes, *launches)
 
 
-_TABLES: dict[str, Callable[[dict[str, Record]], _Parts]] = {
-    "a": _kernels,
-    "b": _parity,
-    "c": partial(_bench, attention_step.KERNEL_COLUMNS, attention_step.KERNEL_NOTES),
-    "d": partial(_bench, generate_steps.COLUMNS, generate_steps.NOTES),
+# Letter of a section -> the name of its table, and what fills that.
+_TABLES: dict[str, tuple[str, Callable[[dict[str, Record]], _Parts]]] = {
+    "a": ("a", _kernels),
+    "b": ("b", _parity),
+    "c": ("kernels", partial(_bench, attention_step.KERNEL_COLUMNS, attention_step.KERNEL_NOTES)),
+    "d": ("generate", partial(_bench, generate_steps.COLUMNS, generate_steps.NOTES)),
 }
-_NAMES = {"c": "kernels", "d": "generate"}

@@ -1,10 +1,4 @@
-"""Items in a process of their own.
-
-An error in an item is recorded and the next item runs. An error that makes the device unusable ends the
-process; another one runs the rest.
-"""
-
-from __future__ import annotations
+"""Items in a process of their own: errors are recorded, and one that makes the device unusable ends it."""
 
 import contextlib
 import signal

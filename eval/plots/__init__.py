@@ -1,9 +1,4 @@
-"""Pictures of a run, one for each question.
-
-They need matplotlib (extra `plots`); without it a run has none, and its report says how to get them.
-"""
-
-from __future__ import annotations
+"""Pictures of a run, one for each question, where matplotlib is installed (extra `plots`)."""
 
 from pathlib import Path
 
@@ -14,11 +9,7 @@ __all__ = ["Picture", "draw"]
 
 
 def draw(run: Run, folder: Path) -> list[Picture] | None:
-    """Write the pictures of a run into its folder, which exists, as PNG; a question not asked has none.
-
-    Returns:
-        What was written, or None where matplotlib is not installed.
-    """
+    """Write the pictures of a run into its folder, which exists; None where matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -1,18 +1,16 @@
 """Memory and time of each task as bars, for runs that did not measure them by context."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import cycle
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from eval.core.statistics import Spread
 from eval.plots.looks import DPI, Look, Picture
 from eval.run.rows import MIB, Row, by_task
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _WIDTH_INCHES = 9.0
 _INCHES_PER_BAR = 0.36
@@ -23,8 +21,8 @@ _ROOM_FOR_NUMBERS = 1.25
 _COLOURS = ("#dddddd", "#8ecae6", "#ffd166", "#b7e4c7", "#f4a6a6", "#cdb4db")
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "++")
 
+# One column of bars: (label of its axis with the unit, value in that unit or None, how it is written).
 Measure = tuple[str, Callable[[Row], float | None], str]
-"""One column of bars: (label of its axis with the unit, value in that unit or None, how it is written)."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,7 @@ class Bars:
         heights = [len(of_task) for of_task in tasks.values()]
         shape: dict[str, Any] = {"squeeze": False, "sharex": "col", "sharey": "row", "height_ratios": heights}
         grid: Any = result.subplots(len(tasks), len(self.measures), **shape)
-        styles = {
-            cache: (_COLOURS[number % len(_COLOURS)], _HATCHES[number % len(_HATCHES)])
-            for number, cache in enumerate(looks)
-        }
+        styles = dict(zip(looks, zip(cycle(_COLOURS), cycle(_HATCHES), strict=False), strict=False))
         for column, measure in zip(grid.T, self.measures, strict=True):
             _fill(column, measure, tasks, styles)
         for axes in grid[:, 0]:
@@ -55,12 +50,7 @@ class Bars:
         return result
 
 
-def _fill(
-    column: Sequence[Axes],
-    measure: Measure,
-    tasks: Mapping[str, list[Row]],
-    styles: Mapping[str, tuple[str, str]],
-) -> None:
+def _fill(column: Sequence[Axes], measure: Measure, tasks: Mapping[str, list[Row]], styles: Any) -> None:
     label, value, spec = measure
     longest = 0.0
     for axes, (task, rows) in zip(column, tasks.items(), strict=True):
@@ -73,12 +63,12 @@ def _fill(
     column[-1].set_xlim(0, _ROOM_FOR_NUMBERS * longest or 1)
 
 
-def _mib(name: str) -> Callable[[Row], float | None]:
-    return lambda row: None if getattr(row, name) is None else getattr(row, name) / MIB
+def _mib(size_bytes: int | None) -> float | None:
+    return None if size_bytes is None else size_bytes / MIB
 
 
-def _median(name: str) -> Callable[[Row], float | None]:
-    return lambda row: None if getattr(row, name) is None else getattr(row, name).median
+def _median(times: Spread | None) -> float | None:
+    return None if times is None else times.median
 
 
 MEMORY = Bars(
@@ -86,15 +76,15 @@ MEMORY = Bars(
         "memory.png", "Memory", "Left: keys and values held at the end. Right: what a batch took at most."
     ),
     (
-        ("KV held at the end, largest batch (MiB)", _mib("kv_bytes"), ".2f"),
-        ("Largest rise of memory in a batch (MiB)", _mib("rise_bytes"), ".0f"),
+        ("KV held at the end, largest batch (MiB)", lambda row: _mib(row.kv_bytes), ".2f"),
+        ("Largest rise of memory in a batch (MiB)", lambda row: _mib(row.rise_bytes), ".0f"),
     ),
 )
 TIME = Bars(
     Picture("time.png", "Time", "Left: the forward of the whole prompt. Right: one decode step."),
     (
-        ("Prefill, median (ms)", _median("prefill_ms"), ".1f"),
-        ("Decode, median over steps (ms/token)", _median("decode_ms"), ".2f"),
+        ("Prefill, median (ms)", lambda row: _median(row.prefill_ms), ".1f"),
+        ("Decode, median over steps (ms/token)", lambda row: _median(row.decode_ms), ".2f"),
     ),
 )
 

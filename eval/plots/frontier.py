@@ -1,19 +1,15 @@
 """Quality that each cache keeps for its bits, and which caches no other one beats."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
 from eval.run.rows import DEFAULT_CACHE, Metric, Row, by_task
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PICTURE = Picture(
     "quality_by_bits.png",
@@ -27,10 +23,8 @@ PICTURE = Picture(
 _PANEL_INCHES = (6.2, 4.2)
 _TITLE_INCHES = 0.6
 _BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
-_ROOM = 1.2
-"""Free space at both ends of the axis of bits, as a factor."""
-_WIDE = 100.0
-"""Differences of one sign that are so many times apart get an axis of powers."""
+_ROOM = 1.2  # free space at both ends of the axis of bits, as a factor
+_WIDE = 100.0  # differences of one sign that are so many times apart get an axis of powers
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,8 @@ class Point:
     caches: tuple[str, ...]  # their names
     bits: float  # per value
     difference: float  # of the main metric to the default cache
-    low: float  # lower end of its interval
-    high: float  # upper end
+    low: float  # end of its interval
+    high: float
     quality: float  # `difference`, better upwards; zero where it is noise
 
 
@@ -96,9 +90,7 @@ def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
     for axes, (task, (spots, metric)) in zip(grid.flat, panels.items(), strict=False):
         axes.set_title(task, loc="left", fontsize="medium", fontweight="bold")
         names[axes] = _panel(axes, spots, metric, looks)
-    result.draw_without_rendering()  # names are set by the height that the layout gives
-    for axes, of_panel in names.items():
-        write_names(axes, of_panel)
+    write_names(result, names)
     return result
 
 

@@ -1,18 +1,14 @@
 """Maps of where in a long text each cache still finds what is asked for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.plots.looks import DPI, Look, Picture
 from eval.run.rows import HeatCell, Row
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PICTURE = Picture(
     "retrieval.png",
@@ -21,11 +17,8 @@ PICTURE = Picture(
     "lay at that depth of a text of that length. All caches share one scale: darker is more.",
 )
 _COLUMNS = 4
-_CELL_INCHES = (0.5, 0.3)
-_AROUND_INCHES = (0.35, 0.75)
-_MARGINS_INCHES = (0.9, 1.4)
-_DARK_PERCENT = 65
-"""From here on numbers are written in white."""
+_CELL_INCHES, _AROUND_INCHES, _MARGINS_INCHES = (0.5, 0.3), (0.35, 0.75), (0.9, 1.4)
+_DARK_PERCENT = 65  # from here on numbers are written in white
 
 
 def figure(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:

@@ -1,13 +1,12 @@
 """Memory and time as the context grows: a panel of lines for each measure, each named at its end."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -15,19 +14,12 @@ from eval.core.statistics import Spread
 from eval.plots.looks import DPI, Look, Name, Picture, power_axis, write_names
 from eval.run.rows import MIB, AtContext, Row
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _WIDTH_INCHES, _PANEL_INCHES, _AROUND_INCHES = 8.5, 4.3, 0.8
-_ASIDE = 0.25
-"""Part of the way to the next length over which lines with bars are spread."""
-_ROOM = 1.08
-"""Factor between the outermost lines and the ends of the axis."""
-_LEAST_DECADES = 0.5
-"""Less than this of an axis of powers has too few round numbers to read it by."""
+_ASIDE = 0.25  # part of the way to the next length over which lines with bars are spread
+_ROOM = 1.08  # factor between the outermost lines and the ends of the axis
+_LEAST_DECADES = 0.5  # less than this of an axis of powers has too few round numbers to read it by
 
-Ends = tuple[float, float, float]
-"""(low, middle, high) of what was measured at one length."""
+Ends = tuple[float, float, float]  # (low, middle, high) of what was measured at one length
 
 
 @dataclass(frozen=True)
@@ -49,9 +41,7 @@ class Lines:
         panels = zip(grid[:, 0], self.measures, strict=True)
         names = {axes: _panel(axes, measured, looks, *measure) for axes, measure in panels}
         grid[-1, 0].set_xlabel("tokens in the cache, of each sequence")
-        result.draw_without_rendering()  # names are set by the height that the layout gives
-        for axes, of_panel in names.items():
-            write_names(axes, of_panel)
+        write_names(result, names)
         return result
 
 
@@ -89,11 +79,7 @@ TIME = Lines(
 
 
 def _panel(
-    axes: Axes,
-    rows: Sequence[Row],
-    looks: Mapping[str, Look],
-    label: str,
-    value: Callable[[AtContext], Ends],
+    axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look], label: str, value: Callable[[AtContext], Ends]
 ) -> list[Name]:
     """Draw the lines; the names at their ends."""
     lengths = sorted({at.context_tokens for row in rows for at in row.contexts})

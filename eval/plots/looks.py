@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from eval.run.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DPI = 120
 # Dark enough for lines on white, and apart for those who see no red or no green.
@@ -19,8 +20,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8"
 _STROKES = ("-", "--", "-.", ":")
 _NAME_POINTS = 8.5
 _NAME_LINES = 1.5
-_NAMES_AT = 1.07
-"""Place of names, in widths of the axes."""
+_NAMES_AT = 1.07  # place of names, in widths of the axes
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class Name:
     line_from: float | None = None
 
 
-def write_names(axes: Axes, names: Sequence[Name]) -> None:
-    """Write names with their markers right of the axes, as near to their heights as there is room.
+def write_names(figure: Figure, names: Mapping[Axes, Sequence[Name]]) -> None:
+    """Write names right of axes, near to their heights; the limits of the axes must not change after."""
+    figure.draw_without_rendering()  # names are set by the height that the layout gives
+    for axes, of_axes in names.items():
+        _write(axes, of_axes, figure.dpi)
 
-    The limits of the axes must not change any more. A thin line leads to the name from `line_from`.
-    """
-    figure = axes.get_figure(root=True)
-    if figure is None:
-        raise ValueError("axes must belong to a figure")
+
+def _write(axes: Axes, names: Sequence[Name], dpi: float) -> None:
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = [to_axes.transform((name.line_from or axes.get_xlim()[1], name.y)) for name in names]
     order = sorted(range(len(names)), key=lambda index: float(ends[index][1]))
-    gap = _NAME_LINES * _NAME_POINTS / 72 * figure.dpi / axes.get_window_extent().height
+    gap = _NAME_LINES * _NAME_POINTS / 72 * dpi / axes.get_window_extent().height
     places = spaced([float(ends[index][1]) for index in order], gap)
     for index, place in zip(order, places, strict=True):
         name, (end_x, end_y) = names[index], ends[index]

@@ -1,4 +1,4 @@
-"""Old spelling of `python -m eval quality`."""
+"""The former spelling of `python -m eval quality`, for one more version."""
 
 from eval.cli import main
 

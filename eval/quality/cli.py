@@ -1,7 +1,5 @@
 """The command line of `python -m eval quality`."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from operator import attrgetter
@@ -83,15 +81,13 @@ def quality(
     console.print(header(described, ", ".join(backends) or "none"), highlight=False)
     console.print(table.summary(found), highlight=False, markup=False)
     if json_file is not None:
-        document = results.document(
-            {**described, "backends": backends},
-            {**vars(what), "source": loaded.source},
-            [result.to_dict() for result in found],
-        )
+        environment, settings = {**described, "backends": backends}, {**vars(what), "source": loaded.source}
+        document = results.document(environment, settings, [result.to_dict() for result in found])
         write_results(json_file, results.to_json(document, indent=2) + "\n")
-        is_drawn = picture.draw(found, json_file.with_suffix(".png"))
-        drawn = f"{json_file} and {json_file.with_suffix('.png').name} are written"
-        missing = "no picture: pip install 'hf-paged-cache[plots]'"
-        console.print(drawn if is_drawn else missing, highlight=False, markup=False)
+        drawn = json_file.with_suffix(".png")
+        said = f"{json_file} and {drawn.name} are written"
+        if not picture.draw(found, drawn):
+            said = "no picture: pip install 'hf-paged-cache[plots]'"
+        console.print(said, highlight=False, markup=False)
     if not all(bound.holds for row in found_rows for bound in row.bounds):
         raise typer.Exit(EXIT_WRONG)

@@ -10,12 +10,10 @@ schemes     each its own cache -> compared, chunk by chunk
 All schemes go side by side, so that nothing of the size of text x vocabulary is kept.
 """
 
-from __future__ import annotations
-
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +28,8 @@ from eval.run.generate import forward
 from hf_paged_cache import PagedCache, disable, enable
 
 OFFSET = 60.0
-"""Added to two channels of every key, as models with large key biases have it.
-
-`q·(k + c) = q·k + q·c`, and the second term is the same for all keys of a query, so that a softmax does not
-see it. Whoever stores keys in a few bits does.
-"""
+"""Added to two channels of every key, as models with large key biases have it: `q·(k + c) = q·k + q·c`, whose
+second term is the same for all keys of a query, so no softmax sees it. Storing keys in few bits does."""
 
 
 @dataclass
@@ -43,7 +38,7 @@ class Score:
 
     divergence: float = 0.0  # KL(full precision || scheme) in nats
     agreed: int = 0  # tokens whose most likely successor is the same
-    tokens: int = 0  # tokens compared
+    tokens: int = 0
     surprise: float = 0.0  # negative log-likelihood of the true successors, in nats
     predicted: int = 0  # successors
 
@@ -89,11 +84,11 @@ class Outcome:
 
 @dataclass
 class Comparison:
-    """All schemes over one text."""
+    """All schemes over one text, with or without the offset."""
 
     reference: Score  # full precision against itself, for its perplexity
-    outcomes: list[Outcome]  # one for each scheme, in their order
-    key_offset: bool  # whether keys were shifted
+    outcomes: list[Outcome]
+    key_offset: bool
 
 
 def run(
@@ -107,10 +102,13 @@ def run(
 ) -> Comparison:
     """Feed `ids` `[rows, tokens]` through every scheme, `chunk` tokens of each row at a time.
 
-    The reference is a `DynamicCache`, never with the offset that `key_offset` adds. `progress` is told of
-    each chunk.
+    The reference is a `DynamicCache`, never with the offset. `progress` is told of each chunk.
     """
-    with torch.inference_mode(), _guard_is_silent():
+    logger = logging.getLogger("hf_paged_cache")
+    with torch.inference_mode(), ExitStack() as stack:
+        # The table says which layers the guard moved; a warning for each would bury it.
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
         runs = [(outcome := Outcome(scheme), _create(model, outcome, key_offset)) for scheme in schemes]
         reference_cache, reference_score = DynamicCache(config=model.config), Score()
         for start in range(0, ids.shape[1], chunk):
@@ -159,20 +157,15 @@ def _logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def channels(head_dim: int) -> tuple[int, int]:
-    """The two channels that get the offset: the pair that rotary embeddings turn slowest.
+    """The two channels that get the offset: the pair that rotary embeddings turn slowest, as in Llama.
 
-    Only there does a bias of the key projection stay nearly constant from token to token, as it does in the
-    models whose keys look like this. Where the halves of a head are turned together, as in Llama, they are
-    the last of each half.
+    Only there does a bias of the key projection stay nearly constant from token to token.
     """
     return head_dim // 2 - 1, head_dim - 1
 
 
 def add_to_keys(cache: Any) -> None:
-    """Let every `update` of this cache, whichever its class, add `OFFSET` to the keys first.
-
-    What `update` returns and what it stores both have it, so the keys of one attention call agree.
-    """
+    """Let every `update` of a cache of any class add `OFFSET` to the keys that it stores and returns."""
     update = cache.update
 
     def shifted(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -181,15 +174,3 @@ def add_to_keys(cache: Any) -> None:
         return update(keys, values, *args, **kwargs)
 
     cache.update = shifted
-
-
-@contextmanager
-def _guard_is_silent() -> Iterator[None]:
-    """The table says which layers the guard moved; a warning for each would bury it."""
-    logger = logging.getLogger("hf_paged_cache")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,7 +1,5 @@
 """Ways to keep K and V that are compared, one registry entry each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +8,7 @@ from typing import Any
 from transformers import DynamicCache
 
 from eval.caches import CacheUnavailable, stock
-from eval.core.errors import UsageError, check_choice
+from eval.core import errors
 from hf_paged_cache import PagedCache
 from hf_paged_cache.config import LAYER_DTYPES, KVCacheDtype
 
@@ -25,7 +23,7 @@ class Scheme:
 
     name: str  # what `--only` and the table call it
     title: str  # one line for the report
-    create: Callable[[Any], Any]  # makes a fresh cache for a model. Raises `CacheUnavailable`.
+    create: Callable[[Any], Any]  # makes a fresh cache for a model; raises `CacheUnavailable`
     only_defaults: bool = False  # run for the table that chooses defaults, by keys as they are
     only_offset: bool = False  # run with the key offset alone
 
@@ -66,24 +64,12 @@ def _all() -> Iterator[Scheme]:
         yield _paged(name, "int4_group", defaults=True, group_size=size, key_error_guard="off")
 
 
-SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _all()}
-"""Name -> scheme, in the order of the table."""
+SCHEMES = {scheme.name: scheme for scheme in _all()}  # in the order of the table
 
 
 def chosen(only: str | None, *, quick: bool, defaults: bool) -> list[Scheme]:
-    """The schemes named in a comma-separated list, in the order of the registry; None: those for all.
-
-    `quick` leaves out most of those for all, `defaults` adds those for the choice of defaults.
-
-    Raises:
-        UsageError: an unknown name, or no name at all.
-    """
-    if only is None:
-        schemes = SCHEMES.values()
-        return [s for s in schemes if (defaults if s.only_defaults else s.name in QUICK or not quick)]
-    names = {name.strip() for name in only.split(",") if name.strip()}
-    if not names:
-        raise UsageError(f"--only needs at least one name; choose from: {', '.join(sorted(SCHEMES))}")
-    for name in sorted(names):
-        check_choice("scheme", name, SCHEMES)
-    return [scheme for scheme in SCHEMES.values() if scheme.name in names]
+    """The schemes named in a list; for None most, few if `quick`, also the sizes with `defaults`."""
+    if only is not None:
+        return [SCHEMES[name] for name in errors.chosen("scheme", only, SCHEMES)]
+    schemes = SCHEMES.values()
+    return [s for s in schemes if (defaults if s.only_defaults else s.name in QUICK or not quick)]

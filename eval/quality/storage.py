@@ -1,7 +1,5 @@
 """Bytes that a cache keeps, counted from the tensors that hold it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +12,12 @@ from hf_paged_cache.host.lazy_tensor import plain_tensors
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of K and V after a run, and how many numbers they stand for."""
+    """Bytes of K and V after a run, and how many numbers they stand for; stored is what is kept quantized."""
 
-    # of tokens in the cache's format for good: sealed records, or a stock cache's quantized part, with their
-    # scales
     stored_bytes: int
-    stored_values: int  # numbers of K and V in them
-    all_bytes: int  # those and what is kept in the model's dtype (sink, open block, residual)
-    all_values: int  # numbers of K and V of all tokens
+    stored_values: int
+    all_bytes: int
+    all_values: int
 
     @property
     def stored_bits(self) -> float | None:
@@ -38,39 +34,28 @@ def measure(cache: Any, model: Any, rows: int) -> Storage:
     """What a `PagedCache`, a `QuantizedCache` with any backend or a `DynamicCache` holds."""
     if isinstance(cache, PagedCache):
         return _of_paged(cache)
-    if isinstance(cache.layers[0], QuantizedLayer):
-        return _of_quantized(cache, model, rows)
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    total, values = sum(tensor.nbytes for tensor in tensors), sum(tensor.numel() for tensor in tensors)
-    return Storage(total, values, total, values)
+    dense = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    dense_bytes, dense_values = sum(x.nbytes for x in dense), sum(x.numel() for x in dense)
+    if not isinstance(cache.layers[0], QuantizedLayer):
+        return Storage(dense_bytes, dense_values, dense_bytes, dense_values)
+    packed = plain_tensors(tuple((layer._quantized_keys, layer._quantized_values) for layer in cache.layers))
+    stored_bytes = sum(tensor.numel() * tensor.element_size() for tensor in packed)
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    values = per_token * rows * cache.layers[0].cumulative_length
+    return Storage(stored_bytes, values - dense_values, stored_bytes + dense_bytes, values)
 
 
 def _of_paged(cache: PagedCache) -> Storage:
     """The entries of its tables say which blocks are records."""
     tokens, stored_bytes, stored_values, all_values = cache.stats().tokens, 0, 0, 0
     for blocks in cache._state.blocks.values():
-        heads, dims = blocks.keys.shape[1], blocks.keys.shape[3] + blocks.values.shape[3]
-        one = (blocks.keys[0], blocks.values[0]) if blocks.records is None else (blocks.records[0],)
-        columns = -(-tokens // blocks.block_size)
-        in_column = torch.full((columns,), blocks.block_size)
-        in_column[-1] = tokens - (columns - 1) * blocks.block_size
-        sealed = blocks.table[:, :columns] >= 0
-        stored_bytes += int(sealed.sum()) * sum(tensor.nbytes for tensor in one)
-        stored_values += int((sealed * in_column).sum()) * heads * dims
-        all_values += blocks.table.shape[0] * tokens * heads * dims
+        per_token = blocks.keys.shape[1] * (blocks.keys.shape[3] + blocks.values.shape[3])
+        block = (blocks.keys[0], blocks.values[0]) if blocks.records is None else (blocks.records[0],)
+        starts = torch.arange(0, tokens, blocks.block_size)
+        sealed = blocks.table[:, : len(starts)] >= 0
+        stored_bytes += int(sealed.sum()) * sum(tensor.nbytes for tensor in block)
+        stored_values += int((sealed * (tokens - starts).clamp(max=blocks.block_size)).sum()) * per_token
+        all_values += blocks.table.shape[0] * tokens * per_token
     return Storage(stored_bytes, stored_values, cache.memory_footprint().used_bytes, all_values)
-
-
-def _of_quantized(cache: Any, model: Any, rows: int) -> Storage:
-    """Its quantized part, and the residual in the model's dtype."""
-    stored = residual = residual_values = 0
-    for layer in cache.layers:
-        quantized = plain_tensors((layer._quantized_keys, layer._quantized_values))
-        stored += sum(tensor.numel() * tensor.element_size() for tensor in quantized)
-        residual += layer.keys.nbytes + layer.values.nbytes
-        residual_values += layer.keys.numel() + layer.values.numel()
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    total = per_token * rows * cache.layers[0].cumulative_length
-    return Storage(stored, total - residual_values, stored + residual, total)

@@ -1,7 +1,5 @@
 """Comparisons as tables of results, with the numbers that formats have to keep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,10 +10,8 @@ from eval.quality.protocol import OFFSET, Comparison, Outcome
 
 MAX_KL_NATS = {"auto": 1e-6, "int8": 4e-4, "fp8": 8e-3, "k8v4": 7e-3, "int4": 2.5e-2}
 MAX_INT4_BITS = 4.6
-MIN_BELOW_STOCK = 4.0
-"""How many times the KL of a stock cache in 4 bits must be that of `int4`."""
-MAX_PERPLEXITY_CHANGE_PERCENT = {"int8": 3.0, "k8v4": 3.0, "int4": 5.0}
-"""With the key offset."""
+MIN_BELOW_STOCK = 4.0  # how many times the KL of a stock cache in 4 bits must be that of `int4`
+MAX_PERPLEXITY_CHANGE_PERCENT = {"int8": 3.0, "k8v4": 3.0, "int4": 5.0}  # with the key offset
 MAX_KL_OF_OFFSET_NATS = {"dynamic": 1e-3, "auto": 1e-3}
 """A softmax does not see the offset; more than rounding would mean that the experiment is wrong."""
 
@@ -126,10 +122,8 @@ def _moves(moved: dict[int, str]) -> str:
     parts = []
     for name in sorted(set(moved.values())):
         layers = sorted(layer for layer, other in moved.items() if other == name)
-        runs = [
-            [layer for _, layer in run]
-            for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])
-        ]
+        in_a_row = groupby(enumerate(layers), lambda pair: pair[1] - pair[0])
+        runs = [[layer for _, layer in run] for _, run in in_a_row]
         named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
         parts.append(f"layers {named} as {name}")
     return "; ".join(parts)

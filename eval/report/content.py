@@ -1,7 +1,5 @@
 """The content of a report for its template: plain texts, points of lists, tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +10,7 @@ from eval.report.numbers import NOTHING
 from eval.report.terminal import COLUMNS, DIFFERENCE_RULE, cells, score_heading
 from eval.run.rows import Prediction, Row, Run, by_task, problem_lines, shared_context
 
-_MOST_CHARACTERS = 600
-"""Of an answer."""
+_MOST_CHARACTERS = 600  # of an answer
 NO_PICTURES = "Not drawn, because matplotlib is not installed: pip install 'hf-paged-cache[plots]'"
 
 
@@ -39,24 +36,18 @@ def content(run: Run, pictures: Sequence[Picture] | None) -> dict[str, Any]:
 
 
 def _subject(run: Run) -> list[tuple[str, str]]:
+    environment, dtype = run.environment, run.settings.get("dtype", "of unknown dtype")
+    count, gpu = environment.get("cpu_count"), environment.get("gpu") or {}
+    words = [environment.get("machine"), environment.get("cpu"), f"{count} CPUs" if count else None]
+    words += [gpu.get("name"), f"the model on {environment.get('device', 'an unknown device')}"]
     processes = "one process" if run.processes == 1 else f"{run.processes} processes"
+    time = f"{run.seconds:.0f} s in {processes}, loading included; what an earlier call had finished is not"
     return [
         ("model", run.source),
-        ("weights and activations", str(run.settings.get("dtype", "of unknown dtype"))),
-        ("machine", _machine(run.environment)),
-        (
-            "time",
-            f"{run.seconds:.0f} s in {processes}, loading included; what an earlier call had finished is not",
-        ),
+        ("weights and activations", str(dtype)),
+        ("machine", ", ".join(str(word) for word in words if word)),
+        ("time", time),
     ]
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    words = [environment.get(key) for key in ("machine", "cpu")]
-    count, gpu = environment.get("cpu_count"), environment.get("gpu") or {}
-    words += [f"{count} CPUs" if count else None, gpu.get("name")]
-    device = environment.get("device", "an unknown device")
-    return ", ".join([*(str(word) for word in words if word), f"the model on {device}"])
 
 
 def _main(task: str, rows: Sequence[Row], headings: Sequence[str]) -> Table:
@@ -69,18 +60,15 @@ def _main(task: str, rows: Sequence[Row], headings: Sequence[str]) -> Table:
 
 def _answers(predictions: Sequence[Prediction]) -> list[tuple[str, list[tuple[str, str]]]]:
     """The first sample of each task: the reference, and what the caches answered; alike answers once."""
-    first: dict[str, list[Prediction]] = {}
-    for prediction in predictions:
-        found = first.setdefault(prediction.task, [])
-        if not found or found[0].id == prediction.id:
-            found.append(prediction)
+    first: dict[str, Prediction] = {}
+    caches: dict[str, dict[str, list[str]]] = {}  # task -> answer -> who gave it
+    for each in predictions:
+        if first.setdefault(each.task, each).id == each.id:
+            caches.setdefault(each.task, {}).setdefault(each.prediction, []).append(each.cache)
     answers = []
-    for task, found in first.items():
-        caches: dict[str, list[str]] = {}
-        for prediction in found:
-            caches.setdefault(prediction.prediction, []).append(prediction.cache)
-        answered = [(", ".join(names), _shown(text)) for text, names in caches.items()]
-        answers.append((f"{task}, {found[0].id}", [("reference", _shown(found[0].reference)), *answered]))
+    for task, sample in first.items():
+        answered = [(", ".join(names), _shown(text)) for text, names in caches[task].items()]
+        answers.append((f"{task}, {sample.id}", [("reference", _shown(sample.reference)), *answered]))
     return answers
 
 

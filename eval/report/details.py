@@ -1,7 +1,5 @@
 """The tables behind the main one: every metric, memory and time in full, contexts, depths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -13,8 +11,7 @@ BRACKETS = (
     "Between brackets: for metrics and differences the ends of the 95 % interval, for times the 10th and "
     "90th percentile."
 )
-_AGREEMENT = f"against {DEFAULT_CACHE}"
-_DIVERGENCE = "first divergence"
+_AGREEMENT, _DIVERGENCE = f"against {DEFAULT_CACHE}", "first divergence"
 MEANINGS = (
     ("set aside MiB", "memory that the cache has for keys and values, used or not; largest batch"),
     ("peak MiB", "peak memory, weights included"),
@@ -26,10 +23,8 @@ MEANINGS = (
     (_AGREEMENT, f"the main metric with {DEFAULT_CACHE}'s own answers as references"),
 )
 
-Table = tuple[str, list[str], list[list[str]]]
-"""(title, headings, the texts of each line)."""
-Columns = Sequence[tuple[str, Callable[[Row], str]]]
-"""(heading, text of a row)."""
+Table = tuple[str, list[str], list[list[str]]]  # (title, headings, the texts of each line)
+Columns = Sequence[tuple[str, Callable[[Row], str]]]  # (heading, text of a row)
 
 
 def table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
@@ -64,27 +59,23 @@ def _by_columns(title: str, rows: Sequence[Row], columns: Columns) -> Table:
 
 
 def _metrics(rows: Sequence[Row]) -> Iterator[tuple[str, Callable[[Row], str]]]:
+    def written(row: Row, key: str, write: Callable[[Metric], str]) -> str:
+        return next((write(metric) for metric in row.metrics if metric.key == key), NOTHING)
+
+    def difference(row: Row, key: str) -> str:
+        return NOTHING if row.cache == DEFAULT_CACHE else written(row, key, numbers.difference_interval)
+
+    def divergence(row: Row) -> str:
+        return NOTHING if row.first_divergence_tokens is None else f"{row.first_divergence_tokens:g}"
+
     yield "cache", lambda row: row.cache
     for metric in {metric.key: metric for row in rows for metric in row.metrics}.values():
-        yield numbers.name(metric), partial(_metric, key=metric.key, write=numbers.interval)
-        yield f"Δ to {DEFAULT_CACHE}", partial(_difference, key=metric.key)
-    agreement = next((row.agreement for row in rows if row.agreement), None)
-    if agreement is not None:
+        yield numbers.name(metric), partial(written, key=metric.key, write=numbers.interval)
+        yield f"Δ to {DEFAULT_CACHE}", partial(difference, key=metric.key)
+    if agreement := next((row.agreement for row in rows if row.agreement), None):
         heading = f"{numbers.name(agreement)} {_AGREEMENT}"
         yield heading, lambda row: numbers.interval(row.agreement) if row.agreement else NOTHING
-    yield _DIVERGENCE, _divergence
-
-
-def _metric(row: Row, key: str, write: Callable[[Metric], str]) -> str:
-    return next((write(metric) for metric in row.metrics if metric.key == key), NOTHING)
-
-
-def _difference(row: Row, key: str) -> str:
-    return NOTHING if row.cache == DEFAULT_CACHE else _metric(row, key, numbers.difference_interval)
-
-
-def _divergence(row: Row) -> str:
-    return NOTHING if row.first_divergence_tokens is None else f"{row.first_divergence_tokens:g}"
+    yield _DIVERGENCE, divergence
 
 
 def _heat(rows: Sequence[Row]) -> Table:
@@ -108,8 +99,7 @@ _RESOURCES: Columns = (
     ("decode ms/token", lambda row: numbers.spread(row.decode_ms)),
 )
 
-Value = Callable[[AtContext, AtContext | None], str]
-"""Text of what was measured at one length: (of the cache, of the default cache or None)."""
+Value = Callable[[AtContext, AtContext | None], str]  # (of the cache, of the default cache) at one length
 
 
 def _at_length(row: Row, length: int, default: Row | None, value: Value) -> str:
@@ -122,6 +112,7 @@ def _decode(at: AtContext, default: AtContext | None) -> str:
     return f"{numbers.spread(at.decode_ms)} {times}".rstrip()
 
 
+# Title -> what it shows of each length.
 _BY_CONTEXT: dict[str, Value] = {
     "KV MiB by tokens in the cache": lambda at, _: numbers.mib(at.kv_bytes),
     "Memory set aside, MiB, by tokens in the cache": lambda at, _: numbers.mib(at.kv_allocated_bytes),
@@ -130,4 +121,3 @@ _BY_CONTEXT: dict[str, Value] = {
     "Decode ms/token by tokens in the cache": _decode,
     "Tokens/s by tokens in the cache": lambda at, _: numbers.significant(at.tokens_per_s),
 }
-"""Title -> what it shows of each length."""

@@ -1,7 +1,5 @@
 """The files of a run folder: `write` makes them, `read` is its inverse."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -22,9 +20,7 @@ def write(run: Run, folder: Path) -> None:
     """Write all that a run leaves behind into `folder`, making it.
 
     `config.yaml` (what `--config` takes), `results.json` (see `read`), `predictions.jsonl` (an answer in
-    each line), the pictures, and two reports for people: `report.md`, which needs the pictures beside it, and
-    `report.html`, which holds them. Without matplotlib there are no pictures, and the reports say how to get
-    them.
+    each line), the pictures, `report.md`, which needs them beside it, and `report.html`, which holds them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = plots.draw(run, folder)
@@ -53,10 +49,8 @@ def results_json(run: Run) -> str:
 def read(path: Path) -> Run:
     """Return the run that `write` wrote into a folder, or that a file like its `results.json` holds.
 
-    The answers come from `predictions.jsonl` beside it; where there is no such file, the run has none.
-
-    Raises:
-        UsageError: it cannot be read, or is no result of this version.
+    The answers come from `predictions.jsonl` beside it; where there is no such file, the run has none. What
+    cannot be read, or is no result of this version, is a `UsageError`.
     """
     file = path / RESULTS_FILE if path.is_dir() else path
     answers = file.with_name(PREDICTIONS_FILE)

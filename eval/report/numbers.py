@@ -1,8 +1,7 @@
 """How numbers are written: as many digits as a reader can use, and a dash for what was not measured."""
 
-from __future__ import annotations
-
 import math
+import re
 
 from eval.core.statistics import Spread
 from eval.run.rows import MIB, Metric
@@ -18,8 +17,7 @@ def significant(value: float | None, digits: int = 3) -> str:
         return format(value, "g")
     exponent = _exponent(value)
     if exponent < -3:
-        mantissa, power = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa}e{int(power)}"
+        return re.sub("e-0", "e-", f"{value:.{digits - 1}e}")
     return f"{value:.{max(0, digits - 1 - exponent)}f}"
 
 

@@ -1,14 +1,10 @@
-"""A report as Markdown, from its template, and the same as one HTML file that needs nothing from elsewhere.
-
-Nothing that a text says is taken for markup: models answer what they like.
-"""
-
-from __future__ import annotations
+"""A report as Markdown, and as one HTML file that needs nothing else; no text is taken for markup."""
 
 import base64
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markdown_it import MarkdownIt
@@ -17,13 +13,13 @@ from eval.plots import Picture
 from eval.report.content import content
 from eval.run.rows import Run
 
+# Characters that mean something to Markdown; an underscore within a word does not.
 _MARKUP = re.compile(r"([\\`*<>\[\]|&$~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
-"""Characters that mean something to Markdown; an underscore within a word does not."""
 
 
 def markdown(run: Run, pictures: Sequence[Picture] | None) -> str:
     """Return the text of `report.md`, with links to pictures beside it; None: they could not be drawn."""
-    environment = _environment()
+    environment = templates()
     environment.filters["md"] = lambda text: _MARKUP.sub(r"\\\1", " ".join(text.split()))
     return environment.get_template("report.md.j2").render(content(run, pictures))
 
@@ -49,16 +45,16 @@ def html(text: str, folder: Path) -> str:
                 png = (folder / str(image.attrs["src"])).read_bytes()
                 image.attrSet("src", f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}")
     body = parser.renderer.render(tokens, parser.options, {})
-    body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace(
-        "</table>", "</table></div>"
-    )
-    return _environment().get_template("report.html.j2").render(sections=sections, body=body)
+    body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>')
+    body = body.replace("</table>", "</table></div>")
+    return templates().get_template("report.html.j2").render(sections=sections, body=body)
 
 
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+def templates(folder: Path = Path(__file__).parent) -> jinja2.Environment:
+    """The templates in a folder, in which a line of a statement alone leaves nothing."""
+    options: dict[str, Any] = {
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+        "undefined": jinja2.StrictUndefined,
+    }
+    return jinja2.Environment(loader=jinja2.FileSystemLoader(folder), **options)

@@ -1,7 +1,5 @@
 """The one table that the terminal shows; the report has its columns too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,23 +11,15 @@ from rich.text import Text
 
 from eval.report import numbers
 from eval.report.numbers import NOTHING
-from eval.run.rows import (
-    DEFAULT_CACHE,
-    Row,
-    at_shared_context,
-    by_task,
-    default_row,
-    problem_lines,
-    shared_context,
-)
+from eval.run import rows as of_runs
+from eval.run.rows import DEFAULT_CACHE, Row, by_task, problem_lines, shared_context
 
 DIFFERENCE_RULE = (
     f"A difference to {DEFAULT_CACHE} whose 95 % interval contains zero is called noise: these samples do "
     "not tell the two apart. The others are better or worse; same: every sample scores the same."
 )
 
-Cell = Callable[[Row, Row | None], str]
-"""Text of a cell: (row, the default cache's row of the same task or None)."""
+Cell = Callable[[Row, Row | None], str]  # (row, the default cache's row of the same task or None)
 
 
 @dataclass(frozen=True)
@@ -39,8 +29,7 @@ class Column:
     heading: str  # with the unit of its numbers
     cell: Cell  # what it says of a row
     meaning: str  # explained in the report
-    # where columns have to go because the terminal is narrow, the highest number goes first; 0: never
-    left_out: int = 0
+    left_out: int = 0  # where the terminal is narrow, the highest number goes first; 0: never
 
 
 def _score(row: Row, default: Row | None) -> str:
@@ -118,8 +107,8 @@ COLUMNS = (
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """Return the text of every cell of one task: a list for each row, in the order of `COLUMNS`."""
-    shown = at_shared_context(rows)
-    default = default_row(shown)
+    shown = of_runs.at_shared_context(rows)
+    default = of_runs.default_row(shown)
     return [[column.cell(row, default) for column in COLUMNS] for row in shown]
 
 
@@ -129,11 +118,12 @@ def score_heading(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row], width: int = 100) -> Table:
-    """Return the rows as a rich table, tasks set apart; what kept a cache from running is said below it.
-
-    Where `width` characters are too few, the columns go that a reader can best do without.
-    """
-    sections = {task: [_head(task, of_task), *cells(of_task)] for task, of_task in by_task(rows).items()}
+    """Return the rows as a rich table, problems below, without the columns that `width` has no room for."""
+    sections = []
+    for task, of_task in by_task(rows).items():
+        context_tokens = shared_context(of_task)
+        where = score_heading(of_task) if context_tokens is None else f"at {context_tokens} tokens"
+        sections.append([[task, where, *[""] * (len(COLUMNS) - 2)], *cells(of_task)])
     kept = _fitting([_heading(column.heading) for column in COLUMNS], sections, width)
     # Text, not strings: rich reads brackets in strings as markup, and an error's message may hold some.
     caption = Text("\n".join([*problem_lines(rows), DIFFERENCE_RULE]))
@@ -142,31 +132,22 @@ def table(rows: Sequence[Row], width: int = 100) -> Table:
     for index in kept:
         justify: Any = "left" if index == 0 else "right"  # names of caches, and numbers
         result.add_column(_heading(COLUMNS[index].heading), justify=justify, no_wrap=True)
-    for lines in sections.values():
+    for lines in sections:
         for number, line in enumerate(lines):
             result.add_row(*(Text(line[index]) for index in kept), style=None if number else "bold")
         result.add_section()
     return result
 
 
-def _head(task: str, rows: Sequence[Row]) -> list[str]:
-    """Return the line above a task's rows: its name, and what its score is or where it was measured."""
-    context_tokens = shared_context(rows)
-    where = score_heading(rows) if context_tokens is None else f"at {context_tokens} tokens"
-    return [task, where, *[""] * (len(COLUMNS) - 2)]
-
-
 def _heading(text: str) -> str:
     return text.replace("/ ", "/\n") if "/ " in text else text.replace(" ", "\n", 1)
 
 
-def _fitting(headings: Sequence[str], sections: dict[str, list[list[str]]], width: int) -> list[int]:
+def _fitting(headings: Sequence[str], sections: Sequence[list[list[str]]], width: int) -> list[int]:
     """Return the indices of the columns that fit."""
-    lines = [line for section in sections.values() for line in section]
-    widths = [
-        max(cell_len(text) for text in [*heading.splitlines(), *(line[index] for line in lines)])
-        for index, heading in enumerate(headings)
-    ]
+    columns = zip(*(line for section in sections for line in section), strict=True)
+    texts = [(*heading.splitlines(), *column) for heading, column in zip(headings, columns, strict=True)]
+    widths = [max(map(cell_len, column)) for column in texts]
     kept = list(range(len(COLUMNS)))
     # Between columns is one character, which the box draws.
     while sum(widths[index] + 1 for index in kept) - 1 > width:

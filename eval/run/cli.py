@@ -1,7 +1,5 @@
 """The command line of `python -m eval run`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -11,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from eval.core.console import EXIT_USAGE, EXIT_WRONG
 from eval.core.errors import UsageError
 from eval.run.settings import MINIMUM, Settings, resolve
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -60,7 +57,7 @@ def run(config: Path | None, resume: Path | None, **options: Any) -> None:
     except KeyboardInterrupt as stop:
         raise typer.Exit(EXIT_INTERRUPTED) from stop
     if failed:
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(EXIT_WRONG)
 
 
 def _settings(config: Path | None, given: dict[str, Any], resume: Path | None) -> Settings:

@@ -1,7 +1,5 @@
 """Forwards and `generate` with a fresh cache, timed and with their memory watched."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Collection, Iterator, Sequence
@@ -19,22 +17,12 @@ _WARM_UP_TOKENS = 16
 
 
 def generate_batch(
-    loaded: LoadedModel,
-    inputs: dict[str, torch.Tensor],
-    entry: CacheEntry,
-    new_tokens: int,
-    *,
-    is_exact: bool = False,
+    loaded: LoadedModel, inputs: dict[str, torch.Tensor], entry: CacheEntry, new_tokens: int, **options: bool
 ) -> tuple[list[list[int]], Measures]:
-    """Generate greedily; the ids of each row, up to and including the end-of-sequence token, and the cost.
-
-    `inputs` are `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left. At most
-    `new_tokens` are generated for a row; with `is_exact` so many, whatever the model would say. The model's
-    attention is left as the cache wanted it. A cache that cannot run here raises `CacheUnavailable`.
-    """
+    """Generate with a fresh cache; what `generate` gives, and the cost. Raises `CacheUnavailable`."""
     rows, tokens = inputs["input_ids"].shape
     with measured(loaded, entry, Demand(rows, tokens + new_tokens)) as run:
-        answers = generate(loaded, inputs, run.cache, new_tokens, is_exact=is_exact)
+        answers = generate(loaded, inputs, run.cache, new_tokens, **options)
     return answers, run.measures()
 
 
@@ -49,9 +37,8 @@ class Measured:
     def measures(self, *, is_timed: bool = True) -> Measures:
         """The cost; where something else is done between forwards, only the first is timed."""
         steps = tuple(self.timer.step_ms) if is_timed else ()
-        kv = self._entry.kv_bytes(self.cache)
-        memory = self.memory.peak_bytes, self.memory.rise_bytes
-        return Measures(self._rows, (self.timer.prefill_ms,), steps, kv, *memory)
+        kv, memory = self._entry.kv_bytes(self.cache), self.memory
+        return Measures(self._rows, (self.timer.prefill_ms,), steps, kv, memory.peak_bytes, memory.rise_bytes)
 
 
 @contextlib.contextmanager
@@ -66,7 +53,11 @@ def measured(loaded: LoadedModel, entry: CacheEntry, demand: Demand) -> Iterator
 def generate(
     loaded: LoadedModel, inputs: dict[str, Any], cache: Any, new_tokens: int, *, is_exact: bool = False
 ) -> list[list[int]]:
-    """Generate greedily with a cache that may hold the beginning of the prompt; ids as `generate_batch`."""
+    """Generate greedily; the ids of each row, up to and including the end-of-sequence token.
+
+    `inputs` are `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left; the cache may
+    hold the beginning. At most `new_tokens` are generated for a row; with `is_exact` so many, always.
+    """
     output = loaded.model.generate(
         **inputs,
         **{cache_argument(loaded.model): cache},
@@ -78,6 +69,10 @@ def generate(
     ends = loaded.model.generation_config.eos_token_id
     stops = {*(ends if isinstance(ends, list) else [ends]), loaded.tokenizer.eos_token_id}
     return [_until_stop(row, stops) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+def _until_stop(row: list[int], stops: Collection[int | None]) -> list[int]:
+    return row[: next((index + 1 for index, token in enumerate(row) if token in stops), None)]
 
 
 def forward(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
@@ -109,26 +104,16 @@ def check_context(model: Any, needed_tokens: int, what: str, way_out: str) -> No
     """Raise a `UsageError` that says what needs so much, and the way out, where the context is too short."""
     limit = context_tokens(model)
     if limit is not None and needed_tokens > limit:
-        raise UsageError(
-            f"{what} need {needed_tokens} tokens; the model's context is {limit}: choose a model with a "
-            f"longer context, or {way_out}"
-        )
+        wanting = f"{what} need {needed_tokens} tokens; the model's context is {limit}"
+        raise UsageError(f"{wanting}: choose a model with a longer context, or {way_out}")
 
 
 def contexts(
     loaded: LoadedModel, asked: Sequence[int] | None, defaults: Sequence[int], room: int, what: str
 ) -> Sequence[int]:
-    """Lengths to look at: those asked for, else the defaults that fit the model with `room` tokens more.
-
-    Those asked for may be too long: a `UsageError`.
-    """
+    """Lengths asked for, which must fit, else the defaults that do, with `room` tokens more."""
     if asked is not None:
         check_context(loaded.model, max(asked) + room, what, "smaller --contexts")
         return asked
     limit = context_tokens(loaded.model) or max(defaults) + room
     return [tokens for tokens in defaults if tokens + room <= limit] or [max(1, limit - room)]
-
-
-def _until_stop(row: list[int], stops: Collection[int | None]) -> list[int]:
-    end = next((index for index, token in enumerate(row) if token in stops), len(row) - 1)
-    return row[: end + 1]

@@ -4,8 +4,6 @@ Every process appends to a file of its own, one line a unit and cache. A line is
 a last line that was cut off counts as nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -20,8 +18,7 @@ from eval.tasks.base import Outcome
 
 CONFIG = "config.yaml"
 
-Key = tuple[str, int, str]
-"""(task, index of the unit, cache)."""
+Key = tuple[str, int, str]  # (task, index of the unit, cache)
 
 
 class Journal:

@@ -1,7 +1,5 @@
 """The processes that share the samples of a run: one, or as many as `accelerate launch` started."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -1,16 +1,13 @@
 """Results of a run, plain numbers that JSON can hold: a row for each task and cache; questions to rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.core.statistics import Spread
 
-DEFAULT_CACHE = "dynamic"
-"""The cache that the others are compared with."""
+DEFAULT_CACHE = "dynamic"  # the cache that the others are compared with
 MIB = 2**20
 
 
@@ -21,16 +18,14 @@ class Metric:
     key: str  # for programs: `rouge_l`
     label: str  # for people: `ROUGE-L`
     unit: str  # `%`, `nats`, `tokens`, or nothing
-    value: float  # what was measured
+    value: float
     low: float  # lower end of the interval
     high: float  # upper end
-    higher_is_better: bool = True  # which way is up
-    # `value` less that of the default cache on the same samples; None where that did not run
-    difference: float | None = None
-    # lower end of the interval of the difference, the samples taken in pairs; with too few samples to tell,
-    # the interval reaches as far as zero
+    higher_is_better: bool = True
+    difference: float | None = None  # to the default cache on the same samples; None where that did not run
+    # ends of its interval, the samples taken in pairs, which with too few samples to tell reaches zero
     difference_low: float | None = None
-    difference_high: float | None = None  # its upper end
+    difference_high: float | None = None
 
     @property
     def verdict(self) -> str | None:
@@ -72,23 +67,17 @@ class AtContext:
 class Row:
     """One line of the table: a task with a cache. Where `problem` is set nothing was measured."""
 
-    task: str  # name of the task
-    cache: str  # name of the cache
-    samples: int = 0  # how many
-    # against the references; the first is the task's main one. None for a task without any.
-    metrics: tuple[Metric, ...] = ()
-    # the main metric with the default cache's own answers as references; None where that did not run or
-    # answers are no texts
-    agreement: Metric | None = None
-    # share of samples whose tokens equal the default cache's; None where that did not run
-    identical_percent: float | None = None
-    # median position of the first token that differs, over the samples that do
-    first_divergence_tokens: float | None = None
+    task: str  # its name
+    cache: str  # its name
+    samples: int = 0
+    metrics: tuple[Metric, ...] = ()  # against the references; the first is the task's main one
+    # These, and `bits_per_value`, compare with the default cache, and are None where that did not run.
+    agreement: Metric | None = None  # the main metric with its texts as references, if answers are texts
+    identical_percent: float | None = None  # share of samples whose tokens are equal
+    first_divergence_tokens: float | None = None  # median place of the first other token, where there is one
     kv_bytes: int | None = None  # keys and values held at the end of a batch, the largest batch
     kv_allocated_bytes: int | None = None  # memory set aside for them, the largest batch
-    # `kv_bytes` in bits for each number of K and V that the default cache holds for the same batch; None
-    # where that did not run
-    bits_per_value: float | None = None
+    bits_per_value: float | None = None  # `kv_bytes` for each number of K and V that the default cache holds
     kv_details: dict[str, Any] | None = None  # all that the cache reports, the largest batch
     peak_bytes: int | None = None  # peak memory, all included
     rise_bytes: int | None = None  # largest rise of memory during one batch
@@ -154,24 +143,22 @@ def at_context(row: Row, context_tokens: int) -> AtContext | None:
 
 def at_shared_context(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of one task with the speed and memory of its shared context, where it has contexts."""
-    tokens = shared_context(rows)
-    return [_filled(row, None if tokens is None else at_context(row, tokens)) for row in rows]
+    tokens, filled = shared_context(rows), []
+    for row in rows:
+        at = None if tokens is None else at_context(row, tokens)
+        # It has a row's fields, but for the length itself.
+        measured = {} if at is None else {name: x for name, x in vars(at).items() if hasattr(row, name)}
+        filled.append(replace(row, **measured))
+    return filled
 
 
-def _filled(row: Row, at: AtContext | None) -> Row:
-    """The row with what was measured at one length, which has a row's fields but for the length itself."""
-    measured = {} if at is None else {name: value for name, value in vars(at).items() if hasattr(row, name)}
-    return replace(row, **measured)
-
-
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A cache that could not run, why, and in which tasks."""
 
-    cache: str  # its name
-    reason: str  # why
+    cache: str
+    reason: str
     failed: bool  # it is an error, not something that is missing on this machine
-    tasks: Sequence[str]  # names; none: every one
+    tasks: Sequence[str]  # none: every one
 
 
 def problems(rows: Sequence[Row]) -> list[Problem]:

@@ -1,11 +1,10 @@
 """The run of every unit of a task with every cache, the contenders interleaved, into the journal."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from eval.caches import CacheEntry, CacheUnavailable
 from eval.core.models import LoadedModel
@@ -24,15 +23,13 @@ class Runner:
     entries: Sequence[CacheEntry]  # the contenders
     journal: Journal
     processes: Processes
-    # told what is running, and how many contenders of units are done since the last call
-    advance: Callable[[str, int], None] = lambda label, steps: None
+    advance: Callable[[str, int], None] = lambda label, steps: (
+        None
+    )  # told what runs, and contenders done since
     warmed: set[str] = field(default_factory=set)  # names of caches that have been used before
 
     def run(self, task: Task, units: Sequence[Unit]) -> None:
-        """Run the units of a task; a cache with a problem is left out from there on.
-
-        A timed task belongs to the first process. The model's attention is as before afterwards.
-        """
+        """Run this process's units of a task; a cache with a problem is left out from there on."""
         done, entries = self.journal.done(), self.entries
         mine = self.mine(task, units)
         left = {u.index: [e for e in entries if (task.name, u.index, e.name) not in done] for u in mine}
@@ -49,19 +46,14 @@ class Runner:
 
     def _warm_up(self, task: Task, left: dict[int, list[CacheEntry]]) -> set[str]:
         """Use every cache that is needed once, unmeasured; names of those that cannot run."""
-
-        def warmed(entry: CacheEntry) -> Outcome:
-            warm_up(self.loaded, entry)
-            return Outcome()
-
         problems = set()
         for entry in self.entries:
             first = next((index for index, waiting in left.items() if entry in waiting), None)
             if first is None or entry.name in self.warmed:
                 continue
             self.advance(f"{task.name} · {entry.name} · warm-up", 0)
-            outcome = _attempt(functools.partial(warmed, entry))
-            if outcome.problem is None:
+            outcome = _attempt(warm_up, self.loaded, entry)
+            if outcome is None:
                 self.warmed.add(entry.name)
             else:
                 problems.add(entry.name)
@@ -71,26 +63,23 @@ class Runner:
     def _run_unit(self, task: Task, unit: Unit, waiting: Sequence[CacheEntry], problems: set[str]) -> None:
         # Made for the first contender that asks for it: a failure is theirs, and none is made where none run.
         reference = functools.cache(lambda: task.reference(self.loaded, unit))
-
-        def measured(entry: CacheEntry) -> Outcome:
-            return task.run(self.loaded, unit, entry, reference())
-
         for entry in waiting:
             label = f"{task.name} · {entry.name} · {unit.label}"
             self.advance(label, 0)
             if entry.name not in problems:
-                outcome = _attempt(functools.partial(measured, entry))
+                outcome = _attempt(lambda each: task.run(self.loaded, unit, each, reference()), entry)
                 self.journal.add((task.name, unit.index, entry.name), outcome)
                 if outcome.problem is not None:
                     problems.add(entry.name)
             self.advance(label, 1)
 
 
-def _attempt(action: Callable[[], Outcome]) -> Outcome:
+def _attempt(action: Callable[..., Any], *arguments: Any) -> Any:
+    """What an action returns, or the `Outcome` that says why it could not."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return action()
+            return action(*arguments)
     except CacheUnavailable as error:
         return Outcome(problem=str(error))
     # One cache's error is its row in the table; the others' results are not thrown away for it.

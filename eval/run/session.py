@@ -1,7 +1,5 @@
 """One run, from loading the model to the report."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from pathlib import Path
@@ -27,8 +25,7 @@ from eval.tasks.base import Unit
 
 RUNS_DIR = Path(__file__).resolve().parents[1] / "runs"
 
-Work = dict[str, list[Unit]]
-"""Name of a task -> all its units."""
+Work = dict[str, list[Unit]]  # name of a task -> all its units
 
 
 class Session:
@@ -52,10 +49,7 @@ class Session:
         self._journal = Journal(self._folder, self._processes.index)
 
     def run(self) -> bool:
-        """Run what is left, and report; whether a cache failed with an error.
-
-        A model and data that cannot be had, or do not go together, are a `UsageError`.
-        """
+        """Run what is left, and report; whether a cache failed with an error."""
         described = device.describe(self._device)
         with Progress(self._console, f"loading {self._settings.model}") as progress:
             with self._processes.together():
@@ -65,20 +59,15 @@ class Session:
             try:
                 self._work(loaded, work, progress)
             except KeyboardInterrupt:
-                self._console.print(
-                    f"interrupted; what is finished is kept, go on with --resume {self._folder}",
-                    soft_wrap=True,
-                )
+                way_on = f"interrupted; what is finished is kept, go on with --resume {self._folder}"
+                self._console.print(way_on, soft_wrap=True)
                 raise
             progress.update("resampling and drawing")
             finished = self._report(loaded, work, described) if self._processes.is_main else None
         if finished is not None:
             self._console.print(terminal.table(finished.rows, self._console.width))
-            self._console.print(
-                f"{finished.seconds:.0f} s; results.json, report.md and report.html are in {self._folder}",
-                soft_wrap=True,
-                highlight=False,
-            )
+            written = f"results.json, report.md and report.html are in {self._folder}"
+            self._console.print(f"{finished.seconds:.0f} s; {written}", soft_wrap=True, highlight=False)
         self._processes.wait()
         self._processes.close()
         return finished is not None and any(row.failed for row in finished.rows)

@@ -1,7 +1,5 @@
 """Settings of a run: defaults, overridden by a YAML file, overridden by the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,8 +11,7 @@ from eval.core.errors import UsageError, check_choice
 
 DTYPES = ("float32", "bfloat16", "float16")
 ALL = "all"
-# Integers and the least value each may take.
-MINIMUM = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "seed": 0}
+MINIMUM = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "seed": 0}  # of integers, the least value
 _DATASET_KEYS = ("dataset_config", "split", "id_column", "input_column", "reference_column", "instruction")
 
 
@@ -65,8 +62,7 @@ class Settings:
 def resolve(config: Path | None, overrides: Mapping[str, Any]) -> Settings:
     """Merge the defaults, the YAML file and the command line (None: not given), in rising precedence.
 
-    Raises:
-        UsageError: for an unreadable file, an unknown key, task, cache or dtype, or a wrong value.
+    An unreadable file, an unknown key, task, cache or dtype, and a wrong value are a `UsageError`.
     """
     merged = read_yaml(config) if config is not None else {}
     return _validated(merged | {key: value for key, value in overrides.items() if value is not None})
@@ -125,9 +121,15 @@ def _convert(key: str, value: Any) -> Any:
     if value is None and getattr(Settings, key) is None:  # the default
         return None
     if key in ("tasks", "caches"):
-        return _names(key, value)
+        parts = _parts(key, value)
+        if not all(isinstance(name, str) for name in parts):
+            raise UsageError(f"{key} must be a list of names or one comma-separated string, got {value!r}")
+        names = tuple(dict.fromkeys(name.strip() for name in parts if name.strip()))
+        if not names:
+            raise UsageError(f"{key} must name at least one of them, got {value!r}")
+        return names
     if key == "contexts":
-        parts = (int(p) if isinstance(p, str) and p.strip().isdecimal() else p for p in _parts(key, value))
+        parts = [int(p) if isinstance(p, str) and p.strip().isdecimal() else p for p in _parts(key, value)]
         return tuple(sorted({_integer(key, part, 1) for part in parts}))
     if key in MINIMUM:
         return _integer(key, value, MINIMUM[key])
@@ -148,13 +150,3 @@ def _parts(key: str, value: Any) -> list[Any]:
     if not isinstance(parts, list | tuple) or not parts:
         raise UsageError(f"{key} must be a list or one comma-separated string, got {value!r}")
     return list(parts)
-
-
-def _names(key: str, value: Any) -> tuple[str, ...]:
-    names = _parts(key, value)
-    if not all(isinstance(name, str) for name in names):
-        raise UsageError(f"{key} must be a list of names or one comma-separated string, got {value!r}")
-    cleaned = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
-    if not cleaned:
-        raise UsageError(f"{key} must name at least one of them, got {value!r}")
-    return cleaned

@@ -1,11 +1,9 @@
 """The rows of the table, from the outcomes in the journal."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import eq
 from typing import Any
 
@@ -17,8 +15,7 @@ from eval.run.journal import Key
 from eval.run.rows import DEFAULT_CACHE, Metric, Prediction, Row
 from eval.tasks.base import Answer, MetricSpec, Outcome, Task
 
-FEWEST_SAMPLES = 6
-"""That can tell two caches apart: of five, all lie on one side by chance more often than once in 20."""
+FEWEST_SAMPLES = 6  # five lie on one side by chance more often than once in 20, and tell no caches apart
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -40,29 +37,22 @@ def rows_of(
         _row(task, cache, found, default, dtype) if cache in finished else _problem(task, cache, found)
         for cache, found in by_cache.items()
     ]
-    predictions = [
-        prediction
-        for cache, found in finished.items()
-        for prediction in _predictions(task, cache, _answers(found), default)
-    ]
-    return rows, predictions
+    predictions = [_predictions(task, cache, _answers(found), default) for cache, found in finished.items()]
+    return rows, [*chain.from_iterable(predictions)]
 
 
 def metric(spec: MetricSpec, answers: Sequence[Answer], default: Sequence[Answer] | None) -> Metric:
-    """A metric of one cache with its interval, and its difference to that of the default cache, if any.
-
-    The default cache's answers are to the same samples in the same order, and taken in pairs.
-    """
-    every, mine = np.arange(len(answers)), spec.statistic(answers)
-    interval = bootstrap_interval(mine, len(answers))
+    """A metric of one cache with its interval, and its difference to the default's, samples in pairs."""
+    count, mine = len(answers), spec.statistic(answers)
+    every, interval = np.arange(count), bootstrap_interval(mine, count)
     alone = Metric(spec.key, spec.label, spec.unit, mine(every), *interval, spec.higher_is_better)
     if default is None:
         return alone
     theirs = spec.statistic(default)
-    low, high = bootstrap_interval(lambda indices: mine(indices) - theirs(indices), len(answers))
-    if len(answers) < FEWEST_SAMPLES:
-        low, high = min(low, 0.0), max(high, 0.0)
     value = mine(every) - theirs(every)
+    low, high = bootstrap_interval(lambda indices: mine(indices) - theirs(indices), count)
+    if count < FEWEST_SAMPLES:
+        low, high = min(low, 0.0), max(high, 0.0)
     if max(abs(value), abs(low), abs(high)) <= spec.resolution:
         value = low = high = 0.0
     return replace(alone, difference=value, difference_low=low, difference_high=high)
@@ -78,13 +68,16 @@ def _row(
     task: Task, cache: str, outcomes: Sequence[Outcome], default: Sequence[Outcome] | None, dtype: str
 ) -> Row:
     answers = _answers(outcomes)
-    theirs = None if default is None else _answers(default)
+    theirs, agreement = None if default is None else _answers(default), None
+    if task.agreement is not None and theirs is not None:
+        against = [replace(mine, reference=their.text) for mine, their in zip(answers, theirs, strict=True)]
+        agreement = metric(task.agreement, against, None)
     return Row(
         task=task.name,
         cache=cache,
         samples=len(answers),
         metrics=tuple(metric(spec, answers, theirs) for spec in task.metrics),
-        agreement=_agreement(task, answers, theirs),
+        agreement=agreement,
         bits_per_value=_bits_per_value(outcomes, default, _BITS[dtype]),
         **_same_tokens(answers, theirs),
         **_cost([outcome.measures for outcome in outcomes if outcome.measures is not None]),
@@ -94,14 +87,6 @@ def _row(
 
 def _answers(outcomes: Sequence[Outcome]) -> list[Answer]:
     return [answer for outcome in outcomes for answer in outcome.answers]
-
-
-def _agreement(task: Task, answers: Sequence[Answer], theirs: Sequence[Answer] | None) -> Metric | None:
-    """The metric with the default cache's texts as references."""
-    if task.agreement is None or theirs is None:
-        return None
-    against = [replace(mine, reference=their.text) for mine, their in zip(answers, theirs, strict=True)]
-    return metric(task.agreement, against, None)
 
 
 def _same_tokens(answers: Sequence[Answer], theirs: Sequence[Answer] | None) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The tasks and their registry."""
 
-from __future__ import annotations
-
 from eval.tasks.base import Sample, Task
 from eval.tasks.fidelity import Fidelity
 from eval.tasks.latency import Latency

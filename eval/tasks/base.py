@@ -1,7 +1,5 @@
 """The contract of a task: its samples, what a cache does with them, and what that is worth."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -94,18 +92,11 @@ class Task(ABC):
 
     @abstractmethod
     def units(self, loaded: LoadedModel, settings: Settings) -> list[Unit]:
-        """All that is to be run, the same in every process and for every cache.
-
-        Data that cannot be had, or do not fit the model's context, are a `UsageError`.
-        """
+        """All that is to be run, the same in every process, for every cache; or a `UsageError`."""
 
     @abstractmethod
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
-        """Run one of the units with a fresh cache; `reference` is what the method gave for it.
-
-        The model's attention is left as the cache wanted it. A cache that cannot run here raises
-        `CacheUnavailable`.
-        """
+        """Run a unit with a fresh cache, given what `reference` gave for it; raises `CacheUnavailable`."""
 
     def reference(self, loaded: LoadedModel, unit: Unit) -> Any:
         """What every contender of a unit is held against, if the task needs more than answers."""

@@ -1,14 +1,10 @@
 """Nearness of the next tokens to those of the default cache, one decode step after another.
 
-The default cache goes on from a text; then every cache is fed the text and the default's own tokens, and its
-distribution at each step is compared. So all are asked the same, and the first step at which a cache would
-have chosen another token is where its own answer would have left the default's.
+The default cache goes on from a text; then every cache is fed that and the default's own tokens. So all are
+asked the same, and the first step at which a cache would have chosen another token is where they would part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -28,17 +24,8 @@ from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
 PROMPT_TOKENS = 1024
 STEPS = 64
-SAMPLES_PER_TEXT = 8
-"""What a text counts for: it takes as long as so many short answers."""
+SAMPLES_PER_TEXT = 8  # what a text counts for: it takes as long as so many short answers
 _CATALOGUE = Source(str(text.CATALOGUE), {"input": "text"})
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What the default cache said."""
-
-    tokens: torch.Tensor  # `[rows, steps]`
-    logits: torch.Tensor  # `[rows, steps, vocabulary]`
 
 
 class Fidelity(Task):
@@ -68,24 +55,22 @@ class Fidelity(Task):
             for index, part in enumerate(parts)
         ]
 
-    def reference(self, loaded: LoadedModel, unit: Unit) -> Reference:
-        """The default cache's tokens and distributions."""
+    def reference(self, loaded: LoadedModel, unit: Unit) -> torch.Tensor:
+        """The default cache's logits `[rows, steps, vocabulary]`, the likeliest being its tokens."""
         prompts: torch.Tensor = unit.inputs
         with torch.inference_mode():
             cache = CACHES[DEFAULT_CACHE].create(loaded.model, _demand(prompts))
-            steps = list(_steps(loaded, prompts, cache, None))
-        logits = torch.stack(steps, dim=1)
-        return Reference(logits.argmax(-1), logits)
+            return torch.stack(list(_steps(loaded, prompts, cache, None)), dim=1)
 
-    def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Reference) -> Outcome:
+    def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: torch.Tensor) -> Outcome:
         """Feed one batch and the default's tokens."""
         prompts: torch.Tensor = unit.inputs
-        kl, chosen = [], []
+        tokens, kl, chosen = reference.argmax(-1), [], []
         with torch.inference_mode(), measured(loaded, entry, _demand(prompts)) as made:
-            for step, logits in enumerate(_steps(loaded, prompts, made.cache, reference.tokens)):
-                kl.append(kl_divergence(logits, reference.logits[:, step]))
+            for step, logits in enumerate(_steps(loaded, prompts, made.cache, tokens)):
+                kl.append(kl_divergence(logits, reference[:, step]))
                 chosen.append(logits.argmax(-1))
-        answers = _answers(unit, reference.tokens, torch.stack(chosen, 1), torch.stack(kl, 1))
+        answers = _answers(unit, tokens, torch.stack(chosen, 1), torch.stack(kl, 1))
         # A step is not timed: comparing distributions lies between two forwards.
         return Outcome(answers, made.measures(is_timed=False))
 
@@ -111,15 +96,7 @@ def _answers(
 ) -> tuple[Answer, ...]:
     same = chosen == expected
     before = same.long().cumprod(1).sum(1)
-    return tuple(
-        Answer(
-            sample.id,
-            tokens=tuple(chosen[row].tolist()),
-            values={
-                "kl": float(kl[row].mean()),
-                "top1": float(same[row].float().mean()),
-                "divergence": float(before[row]),
-            },
-        )
-        for row, sample in enumerate(unit.samples)
-    )
+    numbers = {"kl": kl.mean(1), "top1": same.float().mean(1), "divergence": before}
+    values = [{name: float(of_rows[row]) for name, of_rows in numbers.items()} for row in range(len(same))]
+    answers = zip(unit.samples, chosen.tolist(), values, strict=True)
+    return tuple(Answer(sample.id, tokens=tuple(ids), values=found) for sample, ids, found in answers)

@@ -1,9 +1,8 @@
 """Prefill and decode at several contexts, the caches in turn within every round."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,12 +34,12 @@ class Latency(Task):
         """Every context, in every round."""
         lengths = _contexts(loaded, settings)
         ids = text.token_ids(loaded.tokenizer, text.shipped()).to(loaded.device)
-        jobs = [(tokens, turn) for turn in range(ROUNDS) for tokens in lengths]
-        return [
-            Unit(index, f"{label}/{ROUNDS}", (Sample(label, "", facts=facts),), ids[:tokens][None])
-            for index, (tokens, turn) in enumerate(jobs)
-            for label, facts in [(f"{tokens} tokens, round {turn + 1}", {"context_tokens": float(tokens)})]
-        ]
+        units = []
+        for index, (turn, tokens) in enumerate(product(range(ROUNDS), lengths)):
+            label = f"{tokens} tokens, round {turn + 1}"
+            sample = Sample(label, "", facts={"context_tokens": float(tokens)})
+            units.append(Unit(index, f"{label}/{ROUNDS}", (sample,), ids[:tokens][None]))
+        return units
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """One prompt and its steps."""

@@ -1,9 +1,4 @@
-"""Metrics of answers as statistics that a bootstrap can resample: each sample is looked at once.
-
-The libraries are imported when a statistic is made: naming a metric should not take seconds.
-"""
-
-from __future__ import annotations
+"""Metrics of answers as statistics that a bootstrap can resample; libraries are imported when one is made."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ text      |===========|===========|===========|      what lies before it is read
 ```
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -30,10 +28,8 @@ from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit
 
 CHUNK_TOKENS = 64
 _DEFAULT_CONTEXT_TOKENS = 2048
-_CONTEXT_TOKENS_PER_SAMPLE = 128
-"""With few samples a window is shorter, unless its length was asked for."""
-SAMPLES_PER_WINDOW = 8
-"""What a window counts for: it takes as long as so many short answers."""
+_CONTEXT_TOKENS_PER_SAMPLE = 128  # with few samples a window is shorter, unless its length was asked for
+SAMPLES_PER_WINDOW = 8  # what a window counts for: it takes as long as so many short answers
 
 
 def perplexity(answers: Sequence[Answer]) -> Statistic:
@@ -90,10 +86,8 @@ def _starts(text_tokens: int, length: int, windows: int) -> list[int]:
     """First tokens of windows that do not overlap."""
     room = text_tokens // length
     if room == 0:
-        raise UsageError(
-            f"the text has {text_tokens} tokens, and a window needs {length}; choose smaller --contexts or a "
-            "longer text"
-        )
+        short = f"the text has {text_tokens} tokens, and a window needs {length}"
+        raise UsageError(f"{short}; choose smaller --contexts or a longer text")
     count = min(windows, room)
     return [index * room // count * length for index in range(count)]
 

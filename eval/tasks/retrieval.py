@@ -14,12 +14,9 @@ xsnow:           -> Christmas animation on your X desktop          exact
 ```
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -35,20 +32,15 @@ from eval.run.settings import Settings
 from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit, mean_of
 
 HEAD = "Catalogue of software packages.\n\n"
-ENTRY_WORDS = 45
-"""Of an entry, so that a catalogue has many."""
-ANSWER_WORDS = 4
-"""Of the entry's first sentence, that have to be right."""
+ENTRY_WORDS = 45  # of an entry, so that a catalogue has many
+ANSWER_WORDS = 4  # of the entry's first sentence, that have to be right
 DEPTHS_PERCENT = (0, 25, 50, 75, 100)
-TOKENS_PER_QUESTION = 512
-"""Of a catalogue, for one question at each depth: long ones are dear to read, so they are asked more."""
-_QUESTION_TOKENS = 60
-"""Room left for a name and an answer."""
+TOKENS_PER_QUESTION = 512  # of a catalogue, at each depth: long ones are dear to read, so are asked more
+_QUESTION_TOKENS = 60  # room left for a name and an answer
 _DEFAULT_CONTEXTS = (512, 1024, 2048, 4096)
 
 
-@dataclass(frozen=True)
-class _Question:
+class _Question(NamedTuple):
     ids: torch.Tensor  # [1, tokens]
     answer_tokens: int  # that are enough for the words that have to be right
 
@@ -57,8 +49,7 @@ class _Question:
         return self.ids.shape[1] + self.answer_tokens
 
 
-@dataclass(frozen=True)
-class Catalogue:
+class Catalogue(NamedTuple):
     """One text to search, and the questions about it."""
 
     ids: torch.Tensor  # `[1, tokens]`
@@ -80,7 +71,8 @@ class Retrieval(Task):
         """Catalogues; `settings.limit` questions or a few more, about as many at every length and depth."""
         texts = chosen(settings, self.source)
         rows = read(texts, ("input", "reference"), None, settings.seed)
-        entries = [entry for row in rows if (entry := _Entry.of(row["input"], row["reference"])) is not None]
+        entries = [_entry(row["input"], row["reference"]) for row in rows]
+        entries = [entry for entry in entries if entry.answer]
         lengths = _lengths(loaded, settings)
         wanted = -(-settings.limit // (len(lengths) * len(DEPTHS_PERCENT)))  # of a length and depth
         jobs = [
@@ -114,19 +106,18 @@ class Retrieval(Task):
         return {"heat": tuple(heat)}
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     name: str
     text: str
     answer: str
 
-    @classmethod
-    def of(cls, name: str, text: str) -> _Entry | None:
-        """None where the text has no words."""
-        words = text.split()
-        first_sentence = " ".join(words).split(". ")[0]
-        answer = " ".join(first_sentence.split()[:ANSWER_WORDS]).rstrip(".")
-        return cls(name, f"{name}: {' '.join(words[:ENTRY_WORDS])}\n\n", answer) if answer else None
+
+def _entry(name: str, text: str) -> _Entry:
+    """Its answer is empty where the text has no words."""
+    words = text.split()
+    first_sentence = " ".join(words).split(". ")[0]
+    answer = " ".join(first_sentence.split()[:ANSWER_WORDS]).rstrip(".")
+    return _Entry(name, f"{name}: {' '.join(words[:ENTRY_WORDS])}\n\n", answer)
 
 
 def _lengths(loaded: LoadedModel, settings: Settings) -> Sequence[int]:
@@ -165,10 +156,7 @@ def _question(loaded: LoadedModel, entry: _Entry) -> _Question:
 
 
 def _that_fit(loaded: LoadedModel, entries: Sequence[_Entry], room: int) -> Iterator[_Entry]:
-    """The first entries whose text fits, and whose question has room behind it.
-
-    Those that would be answered alike, or named alike, come once.
-    """
+    """The first entries whose text and question fit; those named or answered alike come once."""
     room -= _ids(loaded, HEAD).shape[1]
     taken: set[str] = set()
     for entry in entries:

@@ -1,8 +1,5 @@
 """Tasks whose answers are texts: a data set of (input, reference), prompts, batches."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from eval.caches import CacheEntry
@@ -15,14 +12,6 @@ from eval.run.settings import Settings
 
 from .base import Answer, MetricSpec, Outcome, Sample, Task, Unit
 from .metrics import bleu, chrf, rouge
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Prompts that run together."""
-
-    tensors: dict[str, Any]  # `input_ids` and `attention_mask`, both `[batch, tokens]`, padded on the left
-    new_tokens: int  # most tokens of an answer
 
 
 class TextTask(Task):
@@ -50,21 +39,20 @@ class TextTask(Task):
         samples = self.samples(settings)
         new_tokens = settings.max_new_tokens or self.max_new_tokens
         groups = [samples[i : i + settings.batch_size] for i in range(0, len(samples), settings.batch_size)]
-        batches = [Batch(_encode(loaded, [s.prompt for s in group]), new_tokens) for group in groups]
-        needed = max(batch.tensors["input_ids"].shape[1] for batch in batches) + new_tokens
+        batches = [_encode(loaded, [sample.prompt for sample in group]) for group in groups]
+        needed = max(batch["input_ids"].shape[1] for batch in batches) + new_tokens
         check_context(loaded.model, needed, "the longest prompt and its answer", "fewer --max-new-tokens")
         return [
-            Unit(index, f"batch {index + 1}/{len(groups)}", tuple(group), batch)
+            Unit(index, f"batch {index + 1}/{len(groups)}", tuple(group), (batch, new_tokens))
             for index, (group, batch) in enumerate(zip(groups, batches, strict=True))
         ]
 
     def run(self, loaded: LoadedModel, unit: Unit, entry: CacheEntry, reference: Any) -> Outcome:
         """Generate one batch."""
-        batch: Batch = unit.inputs
-        rows, measures = generate_batch(loaded, batch.tensors, entry, batch.new_tokens)
-        texts = loaded.tokenizer.batch_decode(
-            rows, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        prompts, new_tokens = unit.inputs
+        rows, measures = generate_batch(loaded, prompts, entry, new_tokens)
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        texts = loaded.tokenizer.batch_decode(rows, **options)
         answers = [
             Answer(sample.id, text.strip(), sample.reference, tuple(tokens))
             for sample, text, tokens in zip(unit.samples, texts, rows, strict=True)
@@ -72,14 +60,16 @@ class TextTask(Task):
         return Outcome(tuple(answers), measures)
 
 
+def _shipped(name: str, **columns: str) -> Source:
+    return Source(str(DATA_DIR / f"{name}.jsonl"), {"id": "id", **columns})
+
+
 class Summarization(TextTask):
     """Long descriptions of software, and the one-line summaries people wrote for them."""
 
     name = "summarization"
     title = "summaries of software descriptions, in the words people chose"
-    source: ClassVar[Source] = Source(
-        str(DATA_DIR / "summarization.jsonl"), {"id": "id", "input": "document", "reference": "summary"}
-    )
+    source = _shipped("summarization", input="document", reference="summary")
     instruction = "Describe the following software package in at most ten words.\n\n{input}"
     max_new_tokens = 32
     metrics = (
@@ -95,9 +85,7 @@ class Translation(TextTask):
 
     name = "translation"
     title = "software descriptions from English to French"
-    source: ClassVar[Source] = Source(
-        str(DATA_DIR / "translation_en_fr.jsonl"), {"id": "id", "input": "en", "reference": "fr"}
-    )
+    source = _shipped("translation_en_fr", input="en", reference="fr")
     instruction = "Translate the following English text to French:\n\n{input}"
     max_new_tokens = 96
     metrics = (MetricSpec("chrf", "chrF", "%", chrf), MetricSpec("bleu", "BLEU", "%", bleu))

@@ -1,7 +1,5 @@
 """Four uses of a cache, each compared with what transformers does without one being given."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,19 +13,16 @@ from eval.zoo.inputs import Prompt
 from eval.zoo.registry import Entry
 from eval.zoo.runs import Run
 
-EQUAL = "equal"
-AS_DEFAULT = "as default"
+EQUAL = "equal"  # tokens and logits of a run that was given no cache (`runs.difference`)
+AS_DEFAULT = "as default"  # not those, but what the default cache gives when it is handed in
 DIFFERENT = "not equal"
-FAILED = "failed"
-IGNORED = "ignored"
-REFUSED = "refused"
-NO_REFERENCE = "no reference"
-
+FAILED = "failed"  # an error that PagedCache did not raise on purpose
+IGNORED = "ignored"  # nothing was ever written to the cache
+REFUSED = "refused"  # an error of PagedCache
+NO_REFERENCE = "no reference"  # transformers itself cannot run the case
 WRONG = (DIFFERENT, FAILED, IGNORED)  # verdicts that must not be, where the default cache is equal
 
-_NEW_TOKENS = 12
-_MORE_TOKENS = 5
-_LATER_TOKENS = 6
+_NEW_TOKENS, _MORE_TOKENS, _LATER_TOKENS = 12, 5, 6
 
 MakeCache = Callable[[Any], Any]
 
@@ -55,15 +50,10 @@ CASES = (
 class Verdict:
     """What a case gave."""
 
-    # `equal`: tokens and logits of a run that was given no cache (`runs.difference`); `as default`: not
-    # those, but what the default cache gives when it is handed in; `not equal`; `failed`: an error that
-    # PagedCache did not raise on purpose; `ignored`: nothing was ever written to the cache; `refused`: an
-    # error of PagedCache; `no reference`: transformers itself cannot run the case
-    status: str
+    status: str  # one of the above
     difference: float | None = None  # largest difference of logits, as a share of their standard deviation
     reason: str | None = None  # the error
-    # the status of the default cache when it is handed in, where ours is not `equal`
-    default: str | None = None
+    default: str | None = None  # the status of the default cache when handed in, where ours is not `equal`
 
     @property
     def is_wrong(self) -> bool:

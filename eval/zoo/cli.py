@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,16 +47,17 @@ def zoo(
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configs are made, not loaded
     terminal = console.terminal()
+    from eval.core.progress import Progress
+
     with console.usage_errors():
         options = _options(block_size, attn, formats)
         chosen = _chosen(terminal, types, kind)
         console.check_writable(json_file)
         reports = []
-        with console.progress_bar(terminal) as progress:
-            bar = progress.add_task("", total=len(chosen))
+        with Progress(terminal, "", total=len(chosen)) as progress:
             for report in reports_of(chosen, options, jobs=jobs, limit_s=limit):
                 reports.append(report)
-                progress.update(bar, advance=1, description=report.name)
+                progress.update(report.name, 1)
         reports.sort(key=lambda report: report.name)
         _hand_out(terminal, reports, options, json_file)
     if any(report.is_wrong for report in reports):
@@ -65,10 +67,7 @@ def zoo(
 def reports_of(
     entries: Sequence[Entry], options: Options, *, jobs: int, limit_s: float, examine: Any = None
 ) -> Iterator[Report]:
-    """Look at every entry in a process of its own; reports come as they are ready.
-
-    A type is given up after `limit_s` seconds. `examine` is what looks at one, a function of a module.
-    """
+    """Look at every entry in a process of its own, by a function of a module; reports come when ready."""
     from eval.zoo.examine import Report, examine_alone
 
     # A server that has imported everything and started no thread forks in milliseconds.
@@ -98,7 +97,7 @@ def _hand_out(terminal: Any, reports: list[Report], options: Options, json_file:
     types = [{"group": support.group_of(report), **dataclasses.asdict(report)} for report in reports]
     counts = {group: len(members) for group, members in support.grouped(reports).items()}
     document = {"environment": described, "settings": vars(options), "counts": counts, "types": types}
-    console.write_json(json_file, document, indent=1)
+    console.write_results(json_file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     page = json_file.with_name("SUPPORT.md")
     console.write_results(page, support.page(reports, options, described))
     terminal.print(f"{json_file} and {page.name} are written", highlight=False)

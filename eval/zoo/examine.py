@@ -1,7 +1,5 @@
 """Everything that is found out about one type."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -36,29 +34,23 @@ class Report:
     """What was found out."""
 
     name: str  # of the entry
-    model_type: str  # its type
-    class_name: str  # the model class
-    kinds: tuple[str, ...] = ()  # kinds of its layers
-    reads: str = reads.NONE  # how a decode step reads stored K and V (see `reads`)
-    # format -> `runs`, or whether it is refused or fails, and why
-    formats: dict[str, str] = field(default_factory=dict)
+    model_type: str
+    class_name: str  # of the model
+    kinds: tuple[str, ...] = ()  # of its layers
+    reads: str = reads.NONE  # how a decode step reads stored K and V
+    formats: dict[str, str] = field(default_factory=dict)  # -> `runs`, or `refused` or `fails` and why
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # case -> how it went
-    # how far the logits move when an early and a late id of the prompt is another one, as a share of their
-    # standard deviation: what a cache that lost it would show
+    # standard deviations by which logits move with another early and late id: what losing it would show
     reach: tuple[float, ...] = ()
     problem: str | None = None  # why nothing more is known: skipped, not built, crashed, too slow
     has_died: bool = False  # its process crashed or had to be stopped
-    seconds: float = 0.0  # how long it took
+    seconds: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
-        """Whether PagedCache is not equal in a case where the default cache is, and did not refuse.
-
-        A format that fails where `auto` runs is as wrong, and so is a process that died.
-        """
-        fails = self.formats.get("auto") == RUNS and any(
-            outcome.startswith(FAILS) for outcome in self.formats.values()
-        )
+        """Whether its process died, a case is wrong, or a format fails where `auto` runs."""
+        fails = any(outcome.startswith(FAILS) for outcome in self.formats.values())
+        fails = fails and self.formats["auto"] == RUNS
         return self.has_died or fails or any(verdict.is_wrong for verdict in self.verdicts.values())
 
     @property
@@ -88,8 +80,7 @@ def examine(entry: Entry, options: Options) -> Report:
 def examine_alone(entry: Entry, options: Options) -> Report:
     """The same in a process that does nothing else: quietly and with one thread."""
     warnings.simplefilter("ignore")
-    logging: Any = transformers.logging
-    logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # tiny models gain nothing from more, and processes share the cores
     return examine(entry, options)
 
@@ -106,7 +97,7 @@ def _try_all(model: Any, entry: Entry, options: Options, report: Report) -> None
         with reads.watch() as seen:
             report.verdicts[reference.case.name] = reference.judge(paged)
         if reference.case is CASES[0]:
-            report.reads = seen.how
+            report.reads = seen()
     if report.refusal is None:
         report.formats = {
             name: _try_format(model, entry, options, lambda name=name: paged(model, name))

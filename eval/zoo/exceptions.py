@@ -1,7 +1,5 @@
 """What the rule of `sizes` gets wrong, by `model_type` of the config concerned. Data, no code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -15,6 +13,8 @@ _SWITCHED_ON = {**_ALTERNATING, "use_sliding_window": True}
 _SHARING = {"num_hidden_layers": 6, "num_kv_shared_layers": 2}
 _HUNYUAN_ROPE = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
 
+# Fields that a type's tiny config gets as they stand here. Where a type can have windows and its default has
+# none, they are switched on.
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 512, "num_hidden_layers": 2},
@@ -112,25 +112,18 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "zaya": {**_WINDOW, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
 }
-"""Fields that a type's tiny config gets as they stand here. Where a type can have windows and its default has
-none, they are switched on."""
-
+# Types whose registered config is larger than what the model class takes.
 CONFIG_CLASSES = {"musicgen": "MusicgenDecoderConfig", "musicgen_melody": "MusicgenMelodyDecoderConfig"}
-"""Types whose registered config is larger than what the model class takes."""
-
+# Arguments without which a type has no default config.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "encoder-decoder": {
         "encoder": {"model_type": "bert"},
         "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
     },
 }
-"""Arguments without which a type has no default config."""
-
-EMPTY_TOWERS = ("gemma3n_vision",)
-"""Towers that need packages beside transformers, and that text does not: left out."""
-
-SKIPPED = {
-    "gemma4_assistant": "a drafter: it reads the keys and values of the model it drafts for",
-    "gemma4_unified_assistant": "a drafter: it reads the keys and values of the model it drafts for",
-}
-"""Types that do not generate by themselves."""
+EMPTY_TOWERS = ("gemma3n_vision",)  # they need packages beside transformers, and text does not: left out
+# Types that do not generate by themselves.
+SKIPPED = dict.fromkeys(
+    ("gemma4_assistant", "gemma4_unified_assistant"),
+    "a drafter: it reads the keys and values of the model it drafts for",
+)

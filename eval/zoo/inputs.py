@@ -1,9 +1,7 @@
 """What is given to `generate`: random ids, and what some types want beside them."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -22,18 +20,14 @@ class Prompt:
     grows: str = "input_ids"  # the argument that holds the ids which generation adds to
     mask: str = "attention_mask"  # the one that tells which of them are padding
 
-    def continued(self, ids: torch.Tensor, *, from_token: int = 0) -> Prompt:
+    def continued(self, ids: torch.Tensor, *, from_token: int = 0) -> Self:
         """The same with other ids `[rows, tokens]`, those from a token on, none of them padding."""
         ids = ids[:, from_token:]
-        arguments = {**self.arguments, self.grows: ids, self.mask: torch.ones_like(ids)}
-        return Prompt(arguments, self.grows, self.mask)
+        return replace(self, arguments={**self.arguments, self.grows: ids, self.mask: torch.ones_like(ids)})
 
 
 def prompt(model: Any, entry: Entry, lengths: tuple[int, ...], seed: int, decoder_tokens: int = 9) -> Prompt:
-    """Random prompts of these lengths, padded on the left: those of an encoder, if there is one.
-
-    Its decoder starts from `decoder_tokens` tokens. `ValueError` if the type takes no such prompts.
-    """
+    """Random prompts, padded on the left (an encoder's, if any); `ValueError` where none can be."""
     generator = torch.Generator().manual_seed(seed)
     if entry.model_type in _MUSIC:
         return _music(model, entry, lengths, generator)

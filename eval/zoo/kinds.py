@@ -1,7 +1,5 @@
 """The kinds of layers that a decoder has, as its config says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,6 +8,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from eval.zoo import exceptions, tiny
 from eval.zoo.registry import Entry
 
+# Every kind and what its layers do, in the order of the tables.
 KINDS = {
     "full": "attends all tokens",
     "sliding": "attends a window",
@@ -23,22 +22,14 @@ KINDS = {
     "cross": "attends an encoder",
     "own": "keeps something in a class of the model's own",
 }
-"""Every kind and what its layers do, in the order of the tables."""
 
 _BY_LAYER_TYPE = {
-    "full_attention": ("full",),
-    "sliding_attention": ("sliding",),
-    "chunked_attention": ("chunked",),
-    "indexed_attention": ("indexed",),
-    "deepseek_sparse_attention": ("indexed",),
-    "qwen_sparse_attention": ("indexed",),
-    "linear_attention": ("linear",),
+    **{f"{kind}_attention": (kind,) for kind in ("full", "sliding", "chunked", "indexed", "linear")},
+    **dict.fromkeys(("deepseek_sparse_attention", "qwen_sparse_attention"), ("indexed",)),
     "conv": ("conv",),
     "hybrid": ("hybrid",),
     "hybrid_sliding": ("hybrid", "sliding"),
-    "dummy": (),
-    "moe": (),
-    "mlp": (),
+    **dict.fromkeys(("dummy", "moe", "mlp"), ()),
 }
 
 

@@ -1,7 +1,5 @@
 """The generative types that the installed transformers registers."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 
@@ -25,10 +23,13 @@ class Entry:
 def entries() -> dict[str, Entry]:
     """All of them by name, sorted."""
     decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    found = {model_type: Entry(model_type, model_type, _first(name)) for model_type, name in decoders.items()}
-    for model_type, name in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items():
-        key = model_type + SEQ2SEQ if model_type in decoders else model_type
-        found[key] = Entry(key, model_type, _first(name), has_encoder=True)
+    others = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    found = {}
+    for model_type, names in (*decoders.items(), *others.items()):
+        is_second = model_type in found
+        key = model_type + SEQ2SEQ if is_second else model_type
+        class_name = names if isinstance(names, str) else names[0]
+        found[key] = Entry(key, model_type, class_name, has_encoder=is_second or model_type not in decoders)
     return dict(sorted(found.items()))
 
 
@@ -46,7 +47,3 @@ def chosen(types: str | None) -> list[Entry]:
             hint = f"; did you mean: {', '.join(close)}" if close else ""
             raise UsageError(f"transformers registers no generative type {name!r}{hint}")
     return [known[name] for name in dict.fromkeys(names)]
-
-
-def _first(names: str | tuple[str, ...]) -> str:
-    return names if isinstance(names, str) else names[0]

@@ -1,13 +1,11 @@
 """One `generate` call with the logits of every step, and whether two of them gave the same."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaModel, LogitsProcessor, LogitsProcessorList
+from transformers import LlamaModel
 
 from eval.zoo.inputs import Prompt
 
@@ -26,29 +24,19 @@ class Run:
     steps: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class _Recorder(LogitsProcessor):
-    def __init__(self) -> None:
-        self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.steps.append((input_ids.clone(), scores.float().clone()))
-        return scores
-
-
 def generate(model: Any, prompt: Prompt, new_tokens: int, *, cache: Any = None, beams: int = 1) -> Run:
     """Generate greedily, or with beams; None stands for the cache that transformers takes."""
-    recorder = _Recorder()
+    steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        steps.append((input_ids.clone(), scores.float().clone()))
+        return scores
+
     options: dict[str, Any] = {} if cache is None else {cache_argument(model): cache}
+    options |= {"max_new_tokens": new_tokens, "do_sample": False, "num_beams": beams}
     with torch.no_grad():
-        sequences = model.generate(
-            **prompt.arguments,
-            **options,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            num_beams=beams,
-            logits_processor=LogitsProcessorList([recorder]),
-        )
-    return Run(sequences, recorder.steps[0][0].shape[1], recorder.steps)
+        sequences = model.generate(**prompt.arguments, **options, logits_processor=[record])
+    return Run(sequences, steps[0][0].shape[1], steps)
 
 
 def cache_argument(model: Any) -> str:
@@ -58,14 +46,11 @@ def cache_argument(model: Any) -> str:
     return "cache_params" if current not in names and "cache_params" in names else current
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """How two runs differ."""
 
-    # as a share of the logits' standard deviation; infinity where one is finite and the other is not
-    logits: float
-    # rows of steps whose ids were the same up to there: behind a token that differs nothing can be compared
-    compared: int
+    logits: float  # in standard deviations; infinity where one is finite and the other is not
+    compared: int  # rows of steps with the same ids up to there: behind another token nothing can be
 
     @property
     def is_none(self) -> bool:
@@ -74,12 +59,8 @@ class Difference:
 
 
 def difference(reference: Run, other: Run, beams: int = 1) -> Difference:
-    """How `other` differs from `reference`.
-
-    With beams, rows of a step are matched by what they have generated: equal scores may have them in
-    another order.
-    """
-    worst, compared = 0.0, 0
+    """How `other` differs; beams are matched by what they generated, as equal scores may swap them."""
+    distances = []
     first = reference.steps[0][1]
     spread = max(1.0, float(first[torch.isfinite(first)].std()))
     for (ids, logits), (other_ids, other_logits) in zip(reference.steps, other.steps, strict=False):
@@ -87,9 +68,8 @@ def difference(reference: Run, other: Run, beams: int = 1) -> Difference:
         for row in range(len(other_ids)):
             place = places.get(_key(row, other_ids, other.start, beams))
             if place is not None:
-                compared += 1
-                worst = max(worst, _distance(logits[place], other_logits[row]) / spread)
-    return Difference(worst, compared)
+                distances.append(_distance(logits[place], other_logits[row]) / spread)
+    return Difference(max(distances, default=0.0), len(distances))
 
 
 def _key(row: int, ids: torch.Tensor, start: int, beams: int) -> tuple[int, ...]:

@@ -1,22 +1,18 @@
 """The rule that makes configs tiny. Data, no code; `exceptions` has what it gets wrong."""
 
-from __future__ import annotations
-
 VOCAB = 256
 PAD, BOS, EOS, START = 0, 1, 2, 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 POSITIONS = 1024
-
 LAYERS = 4  # layers of a decoder: enough for two of each kind
-
 TOWER_LAYERS = 2  # layers of encoders, vision towers, and of decoders with an encoder
 
+# Fields that hold a number of layers: a regular expression for the whole name.
 LAYER_COUNTS = (
     r"n_layers?|num_layers|num_blocks|depth|(\w+_)?num_hidden_layers|num_(encoder|decoder|global)_layers"
     r"|(\w+_)?(encoder|decoder)_layers"
 )
-"""Fields that hold a number of layers: a regular expression for the whole name."""
-
+# Value and the fields that are cut to it. The first that fits counts; what is smaller stays.
 SIZES: tuple[tuple[int, str], ...] = (
     (VOCAB, r"(\w+_)?vocab_size(_per_layer_input)?|vocab_offset"),
     (32, r"\w*(moe|shared|experts?)\w*_intermediate_size|shared_intermediate_size|expert_ffn_hidden_size"),
@@ -40,10 +36,8 @@ SIZES: tuple[tuple[int, str], ...] = (
     (1, r"n_group|topk_group|num_expert_group|mamba_n_groups|first_k_dense_replace|num_dense_layers"),
     (1, r"n_shared_experts"),
 )
-"""Value and the fields that are cut to it. The first that fits counts; what is smaller stays."""
-
+# Fields that hold the longest sequence, which every prompt here has to fit into: they may grow too.
 POSITION_COUNTS = (
     r"(\w+_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length"
     r"|max_target_positions|max_(encoder|decoder)_position_embeddings"
 )
-"""Fields that hold the longest sequence, which every prompt here has to fit into: they may grow too."""

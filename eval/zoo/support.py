@@ -1,7 +1,5 @@
 """Reports in groups, in words and in tables: on the screen, and on a page for users."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +12,9 @@ from eval.zoo import checks, kinds, reads, runs
 from eval.zoo.checks import CASES, Verdict
 from eval.zoo.examine import RUNS, Options, Report
 
-WRONG = "wrong"
-UNKNOWN = "not looked at"
-REFUSED = "refused"
+WRONG, UNKNOWN, REFUSED = "wrong", "not looked at", "refused"
 
+# Every group and what it means, in the order of the tables.
 GROUPS = {
     WRONG: "PagedCache does not give what the default cache gives. This is a bug",
     reads.BLOCKS: "Attention reads the blocks in place",
@@ -27,7 +24,6 @@ GROUPS = {
     REFUSED: "Refused with an error when the cache is made or first used",
     UNKNOWN: "Not looked at: it cannot be built or run by itself",
 }
-"""Every group and what it means, in the order of the tables."""
 
 
 def group_of(report: Report) -> str:
@@ -56,10 +52,8 @@ def headline(reports: Sequence[Report]) -> str:
 
 def checks_in_words(report: Report) -> str:
     """`equal`, or which cases are not, and why."""
-    if report.problem is not None:
-        return report.problem
-    if report.refusal is not None:
-        return report.refusal
+    if (why := report.problem or report.refusal) is not None:
+        return why
     verdicts = report.verdicts.items()
     others = [f"{name} {_in_words(found)}" for name, found in verdicts if found.status != checks.EQUAL]
     return "; ".join(([checks.EQUAL] if len(others) < len(report.verdicts) else []) + others)
@@ -109,15 +103,12 @@ def page(reports: Sequence[Report], options: Options, environment: dict[str, Any
         + ".",
     ]
     for group, members in grouped(reports).items():
-        parts += [f"## {GROUPS[group]} ({len(members)})", _table(group, members)]
+        headings = ["type", "class", "layers", "formats", "checks"]
+        rows = [[f"`{report.name}`", f"`{report.class_name}`", *_cells(report)] for report in members]
+        if group in (REFUSED, UNKNOWN):
+            headings, rows = ["type", "class", "why"], [[*row[:2], row[-1]] for row in rows]
+        parts += [f"## {GROUPS[group]} ({len(members)})", markdown(headings, rows)]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(group: str, members: list[Report]) -> str:
-    rows = [[f"`{report.name}`", f"`{report.class_name}`", *_cells(report)] for report in members]
-    if group in (REFUSED, UNKNOWN):
-        return markdown(["type", "class", "why"], [[row[0], row[1], row[-1]] for row in rows])
-    return markdown(["type", "class", "layers", "formats", "checks"], rows)
 
 
 def _cells(report: Report) -> list[str]:
@@ -131,8 +122,7 @@ def show(console: Console, reports: Sequence[Report]) -> None:
         table.add_column(heading, overflow="fold")
     for group, members in grouped(reports).items():
         for report in members:
-            cells = (report.name, group, *_cells(report))
-            table.add_row(*(escape(cell) for cell in cells), style=_COLOURS.get(group))
+            table.add_row(*map(escape, (report.name, group, *_cells(report))), style=_COLOURS.get(group))
         table.add_section()
     console.print(table)
     console.print(headline(reports), highlight=False)

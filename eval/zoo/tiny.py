@@ -1,15 +1,11 @@
 """A tiny random model of any registered type."""
 
-from __future__ import annotations
-
 import copy
-import dataclasses
 import inspect
 import math
 import re
 import zlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -41,10 +37,7 @@ def config(model_type: str) -> PreTrainedConfig:
 
 
 class _Shrinking:
-    """One config on its way to be tiny, and those inside it.
-
-    Only fields that the constructor takes are set, so that what a config derives from them is derived again.
-    """
+    """One config, and those inside it, made tiny by what constructors take, so that the rest follows."""
 
     def __init__(self, root: PreTrainedConfig) -> None:
         self._decoder = None if root.is_encoder_decoder else root.get_text_config(decoder=True)
@@ -67,8 +60,11 @@ class _Shrinking:
             name: self._per_layer(name, value, kept) if name in lists else self._one(name, value, layers)
             for name, value in given.items()
         }
-        if is_decoder:
-            arguments |= _of_decoders(given)
+        if is_decoder:  # what it has and its default config may not
+            arguments |= {"is_decoder": True} if "is_decoder" in given else {}
+            for name, value in (("num_key_value_heads", sizes.KV_HEADS), ("head_dim", sizes.HEAD_DIM)):
+                if name in given and given[name] is None:
+                    arguments[name] = value
         if _is_int(given.get("kv_lora_rank")) and "num_key_value_heads" in given:
             arguments["num_key_value_heads"] = sizes.HEADS  # latent attention has no groups of heads
         arguments |= own
@@ -110,26 +106,12 @@ class _Shrinking:
 
 def _arguments_of(config: PreTrainedConfig) -> dict[str, Any]:
     config_class = type(config)
-    names = (
-        [field.name for field in dataclasses.fields(config_class)]
-        if dataclasses.is_dataclass(config_class)
-        else [*inspect.signature(config_class.__init__).parameters]
-    )
     left_alone = {"transformers_version", "architectures", "dtype", "problem_type", "is_encoder_decoder"}
-    held = vars(config)
+    held, names = vars(config), inspect.signature(config_class.__init__).parameters
     stored_as = {name: config_class.attribute_map.get(name, name) for name in names}
     # Composites without fields (`encoder-decoder`) take the configs inside them as further arguments.
     stored_as |= {name: name for name, value in held.items() if isinstance(value, PreTrainedConfig)}
     return {name: held[key] for name, key in stored_as.items() if key in held and name not in left_alone}
-
-
-def _of_decoders(given: dict[str, Any]) -> dict[str, Any]:
-    """What a decoder has and its default config may not."""
-    found: dict[str, Any] = {"is_decoder": True} if "is_decoder" in given else {}
-    for name, value in (("num_key_value_heads", sizes.KV_HEADS), ("head_dim", sizes.HEAD_DIM)):
-        if name in given and given[name] is None:
-            found[name] = value
-    return found
 
 
 def _kept_layers(lists: list[Sequence[Any]], count: int) -> list[int]:
@@ -177,7 +159,12 @@ def build(entry: Entry, attention: str | None = None) -> Any:
     if attention is not None:
         tiny._attn_implementation = attention
     torch.manual_seed(0)
-    with _without_towers():
+    real: Any = AutoModel.from_config
+
+    def from_config(config: PreTrainedConfig, **kwargs: Any) -> Any:
+        return torch.nn.Identity() if config.model_type in exceptions.EMPTY_TOWERS else real(config, **kwargs)
+
+    with mock.patch.object(AutoModel, "from_config", from_config):
         model = model_class(tiny).float().eval()
     redraw(model, zlib.crc32(entry.name.encode()))
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]  # the host is untyped
@@ -188,8 +175,7 @@ def build(entry: Entry, attention: str | None = None) -> Any:
 
 def _special_ids(entry: Entry, config: PreTrainedConfig) -> dict[str, int]:
     """Ids that generation uses. There is no end: every row has all its tokens."""
-    if entry.model_type in ("musicgen", "musicgen_melody"):
-        # One above the last code stands for silence.
+    if entry.model_type in ("musicgen", "musicgen_melody"):  # one above the last code stands for silence
         return dict.fromkeys(("bos_token_id", "pad_token_id", "decoder_start_token_id"), sizes.VOCAB)
     ids = {"bos_token_id": sizes.BOS, "pad_token_id": sizes.PAD}
     return {**ids, "decoder_start_token_id": sizes.START} if config.is_encoder_decoder else ids
@@ -197,29 +183,13 @@ def _special_ids(entry: Entry, config: PreTrainedConfig) -> dict[str, int]:
 
 def _inner(config: PreTrainedConfig, wanted: type) -> PreTrainedConfig | None:
     """The config of a class inside another."""
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            found = value if isinstance(value, wanted) else _inner(value, wanted)
-            if found is not None:
-                return found
-    return None
-
-
-def _without_towers() -> AbstractContextManager[Any]:
-    real: Any = AutoModel.from_config
-
-    def from_config(config: PreTrainedConfig, **kwargs: Any) -> Any:
-        return torch.nn.Identity() if config.model_type in exceptions.EMPTY_TOWERS else real(config, **kwargs)
-
-    return mock.patch.object(AutoModel, "from_config", from_config)
+    inside = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    found = (value if isinstance(value, wanted) else _inner(value, wanted) for value in inside)
+    return next(filter(None, found), None)
 
 
 def redraw(model: torch.nn.Module, seed: int) -> None:
-    """Draw weights at the scale of trained ones.
-
-    The small defaults of transformers give near-flat attention and logits that hardly depend on the history,
-    so that a cache could lose it all unnoticed.
-    """
+    """Draw weights at the scale of trained ones: with flat attention, a lost history would not be noticed."""
     generator = torch.Generator().manual_seed(seed)
     drawn: set[int] = set()
     with torch.no_grad():

@@ -19,7 +19,7 @@ from eval.run.runner import Runner
 from eval.run.settings import Settings
 from eval.tasks import TASKS
 from eval.tasks.base import Answer, Outcome, Sample, Task, Unit
-from eval.tasks.texts import Batch, _encode
+from eval.tasks.texts import _encode
 
 DYNAMIC = CACHES["dynamic"]
 OTHER = dataclasses.replace(DYNAMIC, name="other")
@@ -40,7 +40,7 @@ def units(loaded: LoadedModel) -> list[Unit]:
     """Five prompts in batches of 2, 2 and 1."""
     groups = [SAMPLES[:2], SAMPLES[2:4], SAMPLES[4:]]
     return [
-        Unit(i, f"batch {i}", tuple(group), Batch(_encode(loaded, [s.prompt for s in group]), 4))
+        Unit(i, f"batch {i}", tuple(group), (_encode(loaded, [s.prompt for s in group]), 4))
         for i, group in enumerate(groups)
     ]
 

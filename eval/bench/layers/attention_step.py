@@ -1,11 +1,10 @@
 """One decode step of one attention layer: writing the new token, and attending all of them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial
 from itertools import product, starmap
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,20 +16,16 @@ from eval.bench.layers.layer_stacks import LLAMA_3_8B, SMOLLM2, BlockStack, Case
 from eval.bench.models.workload import dtype_name
 from eval.bench.readers import Reader
 from eval.core.hardware import CPU, NEEDS_GPU, Skip
-from eval.core.table import Cell, Column, Row, fixed, required, scientific
+from eval.core.table import Cell, Column, Row, fixed, plain, required, scientific
 from eval.core.timing import Contender, interleave
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""RMS error ratio against attention computed in float64."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # RMS error ratio against attention in float64
 MIN_SPEEDUP = {torch.float32: 3.5, torch.bfloat16: 3.0}
 MIN_PERCENT = {torch.float32: 55.0}  # of the machine's bandwidth
 LONG_TOKENS = 8192
 
 COLUMNS = (
-    Column("shape", "shape"),
-    Column("batch", "batch"),
-    Column("dtype", "dtype"),
-    Column("tokens", "tokens"),
+    *plain("shape", "batch", "dtype", "tokens"),
     Column("dynamic_us", "Dynamic µs", fixed(0)),
     Column("static_us", "Static µs", fixed(0)),
     Column("paged_us", "Paged µs", fixed(0)),
@@ -42,19 +37,13 @@ COLUMNS = (
 
 
 def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
-    reader, _ = context.bandwidth
-    rows = []
     batches, lengths = ((1,), (512, LONG_TOKENS)) if context.quick else ((1, 8), (512, 2048, LONG_TOKENS))
-    dtypes = (torch.float32, torch.bfloat16)
-    for case in starmap(Case, product((SMOLLM2, LLAMA_3_8B), batches, dtypes, lengths)):
-        context.progress(f"attention: {case}")
-        seconds = 4.0 if case.batch == 1 else 2.0
-        rows.append(measure(case, reader, context.budget_s(seconds), context.rounds(5)))
-    return rows, (
+    cases = product((SMOLLM2, LLAMA_3_8B), batches, (torch.float32, torch.bfloat16), lengths)
+    return [measure(context, case) for case in starmap(Case, cases)], (
         "Dynamic: torch.cat and SDPA; Static: index_copy_, the mask that generate makes, SDPA. "
         f"Calls go round so many layers that their K and V are {4 * CPU.cache_bytes() >> 20} MiB or more.",
         "x: median over rounds of the quotient within a round. GB/s: K and V bytes over the whole call; "
-        f"{reader.note}",
+        f"{context.bandwidth[0].note}",
         "error: RMS ratio of Paged against attention in float64 over the DynamicCache's K and V.",
     )
 
@@ -62,13 +51,13 @@ def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
 BENCH = Bench("attention", "write of a new token and attention, per layer call", COLUMNS, _measure)
 
 
-def measure(case: Case, reader: Reader, budget_s: float, min_rounds: int) -> Row:
+def measure(context: Context, case: Case) -> Row:
     """Fill the caches, check their answers, time them."""
+    context.progress(f"attention: {case}")
     with torch.no_grad():
         stacks = layer_stacks.filled(case)
         errors = layer_stacks.errors_of(stacks, TOLERANCE[case.dtype], expected=stacks[0])
-        contenders = [*(stack.contender() for stack in stacks), reader.contender()]
-        timings = interleave(contenders, budget_s=budget_s, min_rounds=min_rounds)
+        timings = context.race([stack.contender() for stack in stacks], 4.0 if case.batch == 1 else 2.0, 5)
     cells: dict[str, Cell] = {
         "shape": case.shape.name,
         "batch": case.batch,
@@ -77,16 +66,15 @@ def measure(case: Case, reader: Reader, budget_s: float, min_rounds: int) -> Row
         **{f"{stack.name}_us": 1e6 * timings.median_s(stack.name) / case.layers for stack in stacks},
         "over_dynamic": timings.speedup("paged", "dynamic"),
         "over_static": timings.speedup("paged", "static"),
-        **reader.cells(timings, "paged", case.kv_bytes * case.layers),
+        **context.cells(timings, "paged", case.kv_bytes * case.layers),
         "error": errors["paged"],
         "layers": case.layers,
-        "rounds": len(timings.seconds["paged"]),
     }
     if case.tokens != LONG_TOKENS or case.batch != 1:
         return Row(cells)
-    percent = reader.percent(timings, "paged", case.kv_bytes * case.layers)
-    speed = required("Dynamic", timings.speedup("paged", "dynamic"), MIN_SPEEDUP[case.dtype])
-    return Row(cells, speed + required("bandwidth", percent, MIN_PERCENT.get(case.dtype), unit=" %"))
+    speed = required("Dynamic", cells["over_dynamic"], MIN_SPEEDUP[case.dtype])
+    limit = MIN_PERCENT.get(case.dtype)
+    return Row(cells, speed + required("bandwidth", cells["bandwidth_percent"], limit, unit=" %"))
 
 
 # --- the kernels alone, as a GPU runs them ------------------------------------------------------------------
@@ -120,13 +108,12 @@ def measure_kernels(case: Case, copy_bytes: int = COPY_BYTES, budget_s: float = 
     with contextlib.suppress(RuntimeError):  # no kernel of torch's takes this case
         contenders.append(_dense("sdpa", blocks, scaled_dot_product_attention))
     rows = _kernel_rows(case, copy, contenders, budget_s, errors)
-    try:
-        graph = case.device.graph_of(blocks.step)
-    except Skip:
-        return rows
-    errors["graph"] = blocks.error(graph, KERNEL_TOLERANCE)
     # Only now: a step that may not be captured can leave the process without a device.
-    return rows + _kernel_rows(case, copy, [Contender("graph", graph)], budget_s, errors)
+    with contextlib.suppress(Skip):
+        graph = case.device.graph_of(blocks.step)
+        errors["graph"] = blocks.error(graph, KERNEL_TOLERANCE)
+        rows += _kernel_rows(case, copy, [Contender("graph", graph)], budget_s, errors)
+    return rows
 
 
 def measure_flex(case: Case, copy_bytes: int = COPY_BYTES) -> list[Row]:
@@ -165,28 +152,21 @@ def _dense(name: str, stack: BlockStack, attend: Callable[..., object]) -> Conte
 def _kernel_rows(
     case: Case, copy: Reader, contenders: list[Contender], budget_s: float, errors: dict[str, float]
 ) -> list[Row]:
-    timings = interleave(
-        [copy.contender(), *contenders],
-        budget_s=budget_s,
-        min_rounds=3,
-        max_rounds=15,
-        steps=None,
-        device=case.device,
-    )
+    options: dict[str, Any] = {"min_rounds": 3, "max_rounds": 15, "steps": None, "device": case.device}
+    timings = interleave([copy.contender(), *contenders], budget_s=budget_s, **options)
+    # What a graph leaves out is the time between launches; a stand-in for a GPU has no graph.
+    is_required = case.batch in REQUIRED_BATCHES and case.tokens >= LONG_TOKENS
     rows = []
-    for contender in contenders:
-        cells = {
+    for name in (contender.name for contender in contenders):
+        cells: dict[str, Cell] = {
             "case": f"{case.batch}x{case.tokens}",
-            "kernel": contender.name,
-            "us": 1e6 * timings.median_s(contender.name) / case.layers,
-            **copy.cells(timings, contender.name, case.kv_bytes * case.layers),
-            "error": errors.get(contender.name),
+            "kernel": name,
+            "us": 1e6 * timings.median_s(name) / case.layers,
+            **copy.cells(timings, name, case.kv_bytes * case.layers),
+            "error": errors.get(name),
             "layers": case.layers,
-            "rounds": len(timings.seconds[contender.name]),
+            "rounds": len(timings.seconds[name]),
         }
-        # What a graph leaves out is the time between launches; a stand-in for a GPU has no graph.
-        is_required = case.batch in REQUIRED_BATCHES and case.tokens >= LONG_TOKENS
-        limit = MIN_PERCENT_OF_COPY if is_required and contender.name == "graph" else None
-        percent = copy.percent(timings, contender.name, case.kv_bytes * case.layers)
-        rows.append(Row(cells, required("copy bandwidth", percent, limit, unit=" %")))
+        limit = MIN_PERCENT_OF_COPY if is_required and name == "graph" else None
+        rows.append(Row(cells, required("copy bandwidth", cells["bandwidth_percent"], limit, unit=" %")))
     return rows

@@ -1,7 +1,5 @@
 """One decode step of one attention layer for each way to keep K and V in few bits."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch
@@ -10,12 +8,11 @@ from eval.bench import readers
 from eval.bench.context import Bench, Context
 from eval.bench.layers import layer_stacks
 from eval.bench.layers.layer_stacks import LLAMA_3_8B, SMOLLM2, Case, LayerStack, Shape
-from eval.bench.readers import Reader
 from eval.caches import CacheUnavailable
 from eval.caches.stock import quantized_cache
 from eval.core.hardware import CPU
-from eval.core.table import Cell, Column, Row, fixed, required, scientific
-from eval.core.timing import STEPS, Timings, interleave
+from eval.core.table import Cell, Column, Row, fixed, plain, required, scientific
+from eval.core.timing import STEPS
 from hf_paged_cache.config import LayerDtype
 
 FORMATS: tuple[LayerDtype, ...] = ("auto", "int8", "fp8", "k8v4", "int4")
@@ -23,18 +20,16 @@ STOCK = "quanto"
 STOCK_LAYERS = 2  # it computes for so long that nothing is gained by memory that is near
 LEAST_BITS = 4.5
 TOLERANCE = 1e-3  # RMS error ratio against attention in float64 over the K and V that the cache gives back
+# Over DynamicCache in float32, on a processor with AVX-512.
 MIN_SPEEDUP = {
     ("Llama-3-8B", "int8", 8192): 9.0,
     ("Llama-3-8B", "int4", 8192): 10.0,
     ("SmolLM2-135M", "int8", 8192): 6.0,
     ("SmolLM2-135M", "int4", 8192): 6.0,
 }
-"""Over DynamicCache in float32, on a processor with AVX-512."""
 
 COLUMNS = (
-    Column("shape", "shape"),
-    Column("tokens", "tokens"),
-    Column("format", "format"),
+    *plain("shape", "tokens", "format"),
     Column("us", "µs", fixed(0)),
     Column("dynamic_us", "Dynamic µs", fixed(0)),
     Column("over_dynamic", "x Dynamic", fixed(2)),
@@ -45,12 +40,11 @@ COLUMNS = (
 
 
 def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
-    reader, _ = context.bandwidth
     rows: list[Row] = []
     missing: set[str] = set()
     for shape, tokens in product((SMOLLM2, LLAMA_3_8B), (8192,) if context.quick else (2048, 8192, 32768)):
         context.progress(f"formats: {shape.name}, {tokens} tokens")
-        rows += measure(context, shape, tokens, reader, missing)
+        rows += measure(context, shape, tokens, missing)
     return rows, (
         "Dynamic: DynamicCache in float32 (torch.cat and SDPA). Calls go round so many layers that the "
         f"smallest format's K and V are {4 * CPU.cache_bytes() >> 20} MiB. The last step of a turn attends "
@@ -58,7 +52,7 @@ def _measure(context: Context) -> tuple[list[Row], tuple[str, ...]]:
         f"stock: QuantizedCache in 4 bits with {STOCK}, {STOCK_LAYERS} layers; it quantizes everything "
         "anew once in 128 tokens, which is not counted.",
         "x: median over rounds of the quotient within a round. GB/s: bytes of records and of blocks in "
-        f"the model's dtype over the whole call; {reader.note}",
+        f"the model's dtype over the whole call; {context.bandwidth[0].note}",
         "error: RMS ratio against attention in float64 over the K and V that the cache gives back.",
         *(f"x stock is left out: {reason}" for reason in sorted(missing)),
     )
@@ -69,12 +63,9 @@ BENCH = Bench(
 )
 
 
-def measure(context: Context, shape: Shape, tokens: int, reader: Reader, missing: set[str]) -> list[Row]:
-    """Fill the caches, check their answers, time them side by side.
-
-    The last step of a turn attends `tokens` tokens, whole blocks, so that no step opens a block. `missing` is
-    told why the stock cache does not take part.
-    """
+def measure(context: Context, shape: Shape, tokens: int, missing: set[str]) -> list[Row]:
+    """Fill the caches, check their answers, time them; `missing` is told why the stock cache is not there."""
+    # The last step of a turn attends `tokens` tokens, whole blocks, so that no step opens a block.
     case = Case(shape, 1, torch.float32, tokens - STEPS + 1, LEAST_BITS)
     with torch.no_grad():
         ours = [layer_stacks.paged(case, name) for name in FORMATS]
@@ -86,33 +77,27 @@ def measure(context: Context, shape: Shape, tokens: int, reader: Reader, missing
             missing.add(str(reason))
         stacks = layer_stacks.fill([others[0], *ours, *others[1:]])
         errors = {stack.name: layer_stacks.errors_of([stack], TOLERANCE)[stack.name] for stack in stacks}
-        contenders = [*(stack.contender() for stack in stacks), reader.contender()]
-        timings = interleave(contenders, budget_s=context.budget_s(8.0), min_rounds=context.rounds(5))
-    return [_row(tokens, stack, others, timings, reader, errors[stack.name]) for stack in ours]
-
-
-def _row(
-    tokens: int, stack: LayerStack, others: list[LayerStack], timings: Timings, reader: Reader, error: float
-) -> Row:
-    kv_bytes = stack.cache.memory_footprint().used_bytes
-    speedups = {
-        other.name: timings.speedup(stack.name, other.name) * stack.layers / other.layers for other in others
-    }
-    kv_format = "auto" if stack.name == "paged" else stack.name
-    cells: dict[str, Cell] = {
-        "shape": stack.case.shape.name,
-        "tokens": tokens,
-        "format": kv_format,
-        "us": 1e6 * timings.median_s(stack.name) / stack.layers,
-        "dynamic_us": 1e6 * timings.median_s("dynamic") / others[0].layers,
-        "over_dynamic": speedups["dynamic"],
-        "over_stock": speedups.get("stock"),
-        **reader.cells(timings, stack.name, kv_bytes),
-        "error": error,
-        "kv_bytes": kv_bytes / stack.layers,
-        "backend": stack.cache.stats().backend,
-        "layers": stack.layers,
-        "rounds": len(timings.seconds[stack.name]),
-    }
-    limit = MIN_SPEEDUP.get((stack.case.shape.name, kv_format, tokens))
-    return Row(cells, required("Dynamic", speedups["dynamic"], limit))
+        timings = context.race([stack.contender() for stack in stacks], 8.0, 5)
+    step_s = {stack.name: timings.median_s(stack.name) / stack.layers for stack in stacks}
+    rows = []
+    for stack in ours:
+        kv_bytes = stack.cache.memory_footprint().used_bytes
+        speedups = {x.name: timings.speedup(stack.name, x.name) * stack.layers / x.layers for x in others}
+        kv_format = "auto" if stack.name == "paged" else stack.name
+        cells: dict[str, Cell] = {
+            "shape": shape.name,
+            "tokens": tokens,
+            "format": kv_format,
+            "us": 1e6 * step_s[stack.name],
+            "dynamic_us": 1e6 * step_s["dynamic"],
+            "over_dynamic": speedups["dynamic"],
+            "over_stock": speedups.get("stock"),
+            **context.cells(timings, stack.name, kv_bytes),
+            "error": errors[stack.name],
+            "kv_bytes": kv_bytes / stack.layers,
+            "backend": stack.cache.stats().backend,
+            "layers": stack.layers,
+        }
+        limit = MIN_SPEEDUP.get((shape.name, kv_format, tokens))
+        rows.append(Row(cells, required("Dynamic", speedups["dynamic"], limit)))
+    return rows

@@ -1,9 +1,8 @@
 """Attention layers without a model: K and V of many layers, and the function that attends them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,9 +44,8 @@ class Case:
     batch: int
     dtype: torch.dtype
     tokens: int
-    # bits per value of the smallest contender, where one keeps fewer than the dtype has
-    least_bits: float | None = None
-    device: Device = CPU  # where
+    least_bits: float | None = None  # per value of the smallest contender, if fewer than the dtype has
+    device: Device = CPU
 
     @property
     def kv_bytes(self) -> int:
@@ -81,12 +79,9 @@ class Stack:
     """The layers of one contender. `step` is a decode step of all of them, one after the other."""
 
     def __init__(self, name: str, case: Case, layers: int) -> None:
-        shape = case.shape
-        self.name = name
-        self.case = case
-        self.layers = layers
-        self.scaling = shape.head_dim**-0.5
-        sizes = ((heads, 1) for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads))
+        self.name, self.case, self.layers = name, case, layers
+        self.scaling = case.shape.head_dim**-0.5
+        sizes = ((heads, 1) for heads in (case.shape.q_heads, case.shape.kv_heads, case.shape.kv_heads))
         self.query, self.keys, self.values = case.random(*sizes)
 
     def attend(self, layer_idx: int) -> torch.Tensor:
@@ -122,10 +117,13 @@ class LayerStack(Stack):
         mask: torch.Tensor | None = None,
     ) -> None:
         super().__init__(name, case, len(cache.layers))
-        self.cache = cache
-        self.attention = attention
-        self.mask = mask
-        self.modules = [_AttentionModule(case.shape, layer_idx) for layer_idx in range(self.layers)]
+        self.cache, self.attention, self.mask = cache, attention, mask
+        groups = case.shape.q_heads // case.shape.kv_heads
+        # What attention functions read of a layer.
+        self.modules = [
+            SimpleNamespace(num_key_value_groups=groups, is_causal=True, layer_idx=index, training=False)
+            for index in range(self.layers)
+        ]
 
     def attend(self, layer_idx: int) -> torch.Tensor:
         """Through the cache."""
@@ -192,26 +190,14 @@ class BlockStack(Stack):
         return check(f"{self.name}, {self.case}", self.last_output, want, tolerance)
 
 
-class _AttentionModule(torch.nn.Module):
-    """What attention functions read of a layer."""
-
-    def __init__(self, shape: Shape, layer_idx: int) -> None:
-        super().__init__()
-        self.num_key_value_groups = shape.q_heads // shape.kv_heads
-        self.is_causal = True
-        self.layer_idx = layer_idx
-        self.eval()
-
-
 def fill(stacks: list[LayerStack]) -> list[LayerStack]:
     """Give all stacks of one case the same random K and V of `case.tokens - 1` tokens."""
     case = stacks[0].case
     states = (case.shape.kv_heads, case.tokens - 1)
     for layer_idx in range(max(stack.layers for stack in stacks)):
         keys, values = (x.contiguous() for x in case.random(states, states, seed=SEED + layer_idx))
-        for stack in stacks:
-            if layer_idx < stack.layers:
-                stack.cache.update(keys, values, layer_idx)
+        for stack in (stack for stack in stacks if layer_idx < stack.layers):
+            stack.cache.update(keys, values, layer_idx)
     return stacks
 
 
@@ -255,10 +241,7 @@ def config_of(case: Case, layers: int | None = None) -> LlamaConfig:
 
 
 def errors_of(stacks: list[Any], tolerance: float, expected: Stack | None = None) -> dict[str, float]:
-    """RMS error ratio of each stack's step in its first and last layer; all are left as they were.
-
-    The K and V of `expected` are right; each stack's own if there is none.
-    """
+    """RMS error ratio of each stack's step in its first and last layer; of its own K and V or `expected`."""
     errors = {stack.name: 0.0 for stack in stacks}
     for layer_idx in sorted({0, *(stack.layers - 1 for stack in stacks)}):
         answers = [(stack, stack.attend(layer_idx)) for stack in stacks if layer_idx < stack.layers]

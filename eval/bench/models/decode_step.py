@@ -1,7 +1,5 @@
 """Whole decode steps of a real model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,20 +7,17 @@ import torch
 from eval.bench import readers
 from eval.bench.context import Bench, Context
 from eval.bench.models import workload
-from eval.core.table import Column, Row, fixed, required, scientific
-from eval.core.timing import STEPS, Contender, interleave
+from eval.core.table import Cell, Column, Row, fixed, plain, required, scientific
+from eval.core.timing import STEPS, Contender
 
 CONTEXT_TOKENS = (128, 2048, 8192)
 FORMATS = ("int8", "int4")
 MIN_SPEEDUP = {"paged": {128: 0.97, 2048: 1.2, 8192: 1.6}, "int8": {8192: 2.0}, "int4": {8192: 2.0}}
 """Of a float32 step, by cache and tokens."""
-FORMAT_TOLERANCE = 1e-3
-"""RMS error ratio of the logits against a `DynamicCache` with the K and V that the cache gives back."""
+FORMAT_TOLERANCE = 1e-3  # RMS error ratio of the logits against a `DynamicCache` with the K and V given back
 
 COLUMNS = (
-    Column("dtype", "dtype"),
-    Column("tokens", "tokens"),
-    Column("format", "format"),
+    *plain("dtype", "tokens", "format"),
     Column("dynamic_ms", "Dynamic ms", fixed(1)),
     Column("paged_ms", "Paged ms", fixed(1)),
     Column("over_dynamic", "x Dynamic", fixed(2)),
@@ -69,25 +64,17 @@ def measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> li
     exact = {name: caches[name] for name in ("dynamic", "paged")}
     errors = {"paged": workload.compare_logits(model, exact, token, dtype)}
     errors |= {name: _format_error(model, name, caches[name], token) for name in formats}
-    reader, _ = context.bandwidth
+    contenders = [workload.forward_contender(name, model, caches[name], token) for name in names]
     without = Contender(
         "without", lambda: model(token, use_cache=False), prepare=lambda: workload.use("dynamic", model)
     )
-    timings = interleave(
-        [
-            *(workload.forward_contender(name, model, caches[name], token) for name in names),
-            without,
-            reader.contender(),
-        ],
-        budget_s=context.budget_s(10.0),
-        min_rounds=context.rounds(7),
-    )
+    timings = context.race([*contenders, without], 10.0, 7)
     weight_bytes = sum(weights.nbytes for weights in model.parameters())
     rows = []
     for name in names[1:]:
         speedup = timings.speedup(name, "dynamic")
         read_bytes = weight_bytes + caches[name].memory_footprint().used_bytes
-        cells = {
+        cells: dict[str, Cell] = {
             "dtype": workload.dtype_name(dtype),
             "tokens": tokens,
             "format": "auto" if name == "paged" else name,
@@ -97,9 +84,8 @@ def measure(context: Context, model: Any, dtype: torch.dtype, tokens: int) -> li
             "without_ms": 1e3 * timings.median_s("without"),
             "limit": timings.speedup("without", "dynamic"),
             "read_mb": read_bytes / 1e6,
-            **reader.cells(timings, name, read_bytes),
+            **context.cells(timings, name, read_bytes),
             "error": errors[name],
-            "rounds": len(timings.seconds[name]),
         }
         limit = MIN_SPEEDUP[name].get(tokens) if dtype == torch.float32 else None
         rows.append(Row(cells, required("Dynamic", speedup, limit)))

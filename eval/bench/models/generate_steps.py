@@ -1,11 +1,8 @@
 """Decode steps of `generate` over a long context, cache by cache: speed, memory, and logits.
 
-Caches are filled at once, so no prompt has to be computed. `generate` then continues: it compiles the decode
-step where the cache allows it, as it does for any user. Every step's token is forced, so that all caches see
-the same text and their logits can be compared.
+Caches are filled at once. `generate` then continues, and compiles the decode step where the cache allows it.
+Every step's token is forced, so that all see the same text and logits can be compared.
 """
-
-from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
@@ -13,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 
 from eval.bench.models import workload
 from eval.core.hardware import Device
@@ -22,8 +19,7 @@ from hf_paged_cache.host.compat import cache_argument
 
 EAGER = ("dynamic", "paged")  # timed in turns; the others, whose first steps are slow, one by one
 COMPILED = ("paged_compiled", "static")
-MIN_SPEEDUPS = {(8, 32768): 2.0, (1, 512): 1.0}
-"""Of `PagedCache` over `DynamicCache` on a GPU, by batch and tokens."""
+MIN_SPEEDUPS = {(8, 32768): 2.0, (1, 512): 1.0}  # of paged over dynamic on a GPU, by batch and tokens
 MAX_LOGITS_ERROR = 0.1  # RMS ratio of bfloat16 logits between two caches
 BLOCK_SIZE = 64
 
@@ -41,6 +37,7 @@ NOTES = (
     "of the last step against DynamicCache, the larger one.",
 )
 
+# What differs from the default of `LlamaConfig`, whose layers and heads are those of 8 billion weights.
 SIZES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
     "toy": {
@@ -52,7 +49,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 128,
     },
 }
-"""What differs from the default of `LlamaConfig`, whose layers and heads are those of 8 billion weights."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +91,9 @@ def random_llama(size: str, device: Device) -> Any:
         bos_token_id=1,
         pad_token_id=0,
     )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device.torch_device):
-            model: Any = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    config.dtype = torch.bfloat16
+    with torch.device(device.torch_device):
+        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
@@ -134,7 +126,8 @@ def measure(names: Sequence[str], model: Any, case: Case, device: Device) -> lis
 
 
 def _row(name: str, of_cache: list[_Run], dynamic: list[_Run], case: Case, device: Device) -> Row:
-    first, step_s = of_cache[0], statistics.median(statistics.median(run.step_s) for run in of_cache)
+    medians = [statistics.median(run.step_s) for run in of_cache]
+    first, step_s = of_cache[0], statistics.median(medians)
     cells: dict[str, Cell] = {
         "case": str(case),
         "cache": name,
@@ -151,10 +144,8 @@ def _row(name: str, of_cache: list[_Run], dynamic: list[_Run], case: Case, devic
         cells["error"] = max(errors)
     if name not in EAGER:
         return Row(cells)
-    speedup = statistics.median(
-        statistics.median(theirs.step_s) / statistics.median(ours.step_s)
-        for theirs, ours in zip(dynamic, of_cache, strict=True)
-    )
+    theirs = [statistics.median(run.step_s) for run in dynamic]
+    speedup = statistics.median(a / b for a, b in zip(theirs, medians, strict=True))
     limit = MIN_SPEEDUPS.get((case.batch, case.tokens)) if name == "paged" and device.is_gpu else None
     return Row({**cells, "over_dynamic": speedup}, required("dynamic", speedup, limit))
 

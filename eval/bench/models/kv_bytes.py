@@ -1,7 +1,5 @@
 """Bytes of K and V at one length, for every format."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -14,13 +12,13 @@ from eval.core.table import Cell, Column, Row, WrongAnswer, fixed, required
 from hf_paged_cache.config import LAYER_DTYPES, LayerDtype
 
 TOKENS = 8192
+# Of the bytes of a DynamicCache in the model's dtype.
 MAX_RATIO = {
     (torch.float32, "int8"): 0.27,
     (torch.float32, "int4"): 0.16,
     (torch.bfloat16, "int8"): 0.53,
     (torch.bfloat16, "int4"): 0.30,
 }
-"""Of the bytes of a DynamicCache in the model's dtype."""
 
 COLUMNS = (
     Column("dtype", "model"),

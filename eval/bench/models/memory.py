@@ -1,9 +1,4 @@
-"""Peak memory of one long `generate` call, each cache in a process of its own.
-
-Memory that a process has freed would be used again by the next cache.
-"""
-
-from __future__ import annotations
+"""Peak memory of one long `generate` call, each cache in a process of its own, which has freed none."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +9,11 @@ from eval.bench.context import Bench, Context
 from eval.bench.models import workload
 from eval.core import measure
 from eval.core.isolation import Workers
-from eval.core.table import Cell, Column, Row, WrongAnswer, fixed, required
+from eval.core.table import Cell, Column, Row, WrongAnswer, fixed, plain, required
 from hf_paged_cache.host.compat import cache_argument
 
 COLUMNS = (
-    Column("case", "case"),
-    Column("cache", "cache"),
+    *plain("case", "cache"),
     Column("peak_mb", "peak MB", fixed(1)),
     Column("rise_mb", "over baseline MB", fixed(1)),
     Column("rise_ratio", "x Dynamic", fixed(2)),
@@ -83,23 +77,23 @@ BENCH = Bench("memory", "peak of one generate call, SmolLM2-135M float32, batch 
 
 def _row(case: Case, name: str, measured: dict[str, dict[str, Any]]) -> Row:
     taken, dynamic = measured[name], measured["dynamic"]
-    pool: int | None = taken.get("pool_bytes")
-    formula: int | None = taken.get("formula_bytes")
+    peak, rise, kv = taken["peak_bytes"], taken["rise_bytes"], taken["kv_bytes"]
+    pool, formula = taken.get("pool_bytes"), taken.get("formula_bytes")
+    if name == "paged" and (pool is None or pool != formula):
+        raise WrongAnswer(f"memory, {case}: the pool has {pool} bytes, and the formula gives {formula}")
     cells: dict[str, Cell] = {
         "case": str(case),
         "cache": name,
-        "peak_mb": taken["peak_bytes"] / 1e6,
-        "rise_mb": taken["rise_bytes"] / 1e6,
-        "rise_ratio": taken["rise_bytes"] / dynamic["rise_bytes"] if dynamic["rise_bytes"] else None,
-        "kv_mb": taken["kv_bytes"] / 1e6,
-        "over_kv_mb": (taken["rise_bytes"] - taken["kv_bytes"]) / 1e6,
+        "peak_mb": peak / 1e6,
+        "rise_mb": rise / 1e6,
+        "rise_ratio": rise / dynamic["rise_bytes"] if dynamic["rise_bytes"] else None,
+        "kv_mb": kv / 1e6,
+        "over_kv_mb": (rise - kv) / 1e6,
         "pool_bytes": pool,
         "formula_bytes": formula,
     }
-    if name == "paged" and (pool is None or pool != formula):
-        raise WrongAnswer(f"memory, {case}: the pool has {pool} bytes, and the formula gives {formula}")
     limit = dynamic["peak_bytes"] / 1e6 if name in case.required else None
-    return Row(cells, required("peak", taken["peak_bytes"] / 1e6, limit, at_least=False, unit=" MB"))
+    return Row(cells, required("peak", peak / 1e6, limit, at_least=False, unit=" MB"))
 
 
 def _in_own_process(name: str, case: Case) -> dict[str, Any]:
@@ -113,10 +107,7 @@ def _in_own_process(name: str, case: Case) -> dict[str, Any]:
 
 
 def peak_of(name: str, case: Case) -> dict[str, Any]:
-    """Generate with a cache of this name (`dynamic`, `paged`, or a format of the latter).
-
-    Returns peak and rise of memory, bytes of the cache, and the tokens.
-    """
+    """Peak and rise of memory, bytes of the cache, and the tokens, when a cache of this name generates."""
     model, _ = workload.load_model(torch.float32)
     generator = torch.Generator().manual_seed(workload.SEED)
     prompt_tokens = case.total_tokens - case.new_tokens
@@ -125,14 +116,20 @@ def peak_of(name: str, case: Case) -> dict[str, Any]:
     _generate(model, name, prompt[:, :_WARM_UP_TOKENS], 4, min(case.chunk, _WARM_UP_TOKENS // 2))
     with measure.peak_memory(torch.device("cpu")) as memory:
         cache, tokens = _generate(model, name, prompt, case.new_tokens, case.chunk)
-    return {
+    found = {
         "peak_bytes": memory.peak_bytes,
         "rise_bytes": memory.rise_bytes,
         "method": memory.method,
         "tokens": tokens[0, prompt_tokens:].tolist(),
         "kv_bytes": _kv_bytes(model.config, cache.get_seq_length()),
-        **({} if name == "dynamic" else _bytes(name, model.config, cache)),
     }
+    if name == "dynamic":
+        return found
+    footprint, stats = cache.memory_footprint(), cache.stats()
+    found["pool_bytes"] = footprint.pool_bytes
+    if name == "paged":
+        return {**found, "formula_bytes": _kv_bytes(model.config, stats.num_blocks * stats.block_size)}
+    return {**found, "kv_bytes": footprint.used_bytes}
 
 
 def _generate(
@@ -149,13 +146,6 @@ def _generate(
         **{cache_argument(model): cache},
     )
     return cache, tokens
-
-
-def _bytes(name: str, config: Any, cache: Any) -> dict[str, int]:
-    footprint, stats = cache.memory_footprint(), cache.stats()
-    formula = {"formula_bytes": _kv_bytes(config, stats.num_blocks * stats.block_size)}
-    own = formula if name == "paged" else {"kv_bytes": footprint.used_bytes}
-    return {"pool_bytes": footprint.pool_bytes, **own}
 
 
 def _kv_bytes(config: Any, tokens: int) -> int:

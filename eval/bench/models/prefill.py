@@ -1,7 +1,5 @@
 """Prompts: into an empty cache, and as a chunk after a history."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -11,7 +9,7 @@ from eval.bench import readers
 from eval.bench.context import Bench, Context
 from eval.bench.models import workload
 from eval.core.table import Cell, Column, Row, fixed, required, scientific
-from eval.core.timing import Contender, interleave
+from eval.core.timing import Contender
 
 PROMPT_TOKENS = 2048
 CHUNK_TOKENS = 512
@@ -70,20 +68,13 @@ def _chunk(context: Context, model: Any, chunk: torch.Tensor) -> Row:
 def _row(
     context: Context, case: str, contenders: list[Contender], error: float, history_bytes: int | None
 ) -> Row:
-    reader, _ = context.bandwidth
-    timings = interleave(
-        [*contenders, reader.contender()],
-        budget_s=context.budget_s(20.0),
-        min_rounds=context.rounds(5),
-        max_rounds=15,
-        steps=1,
-    )
+    timings = context.race(contenders, 20.0, 5, max_rounds=15, steps=1)
     speedup = timings.speedup("paged", "dynamic")
     cells: dict[str, Cell] = {
         "case": case,
         **{f"{name}_ms": 1e3 * timings.median_s(name) for name in _NAMES},
         "over_dynamic": speedup,
-        **({} if history_bytes is None else reader.cells(timings, "paged", history_bytes)),
+        **({} if history_bytes is None else context.cells(timings, "paged", history_bytes)),
         "error": error,
         "rounds": len(timings.seconds["paged"]),
     }

@@ -1,7 +1,5 @@
 """What it costs to encode a block when it is full, spread over the steps that fill it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,21 +7,17 @@ import torch
 from eval.bench import readers
 from eval.bench.context import Bench, Context
 from eval.bench.models import workload
-from eval.core.table import Column, Row, fixed, required, scientific
-from eval.core.timing import STEPS, Contender, interleave
+from eval.core.table import Cell, Column, Row, fixed, plain, required, scientific
+from eval.core.timing import STEPS, Contender
 
-FORMATS = ("int4", "int8_block", "int4_group")
-"""Formats that encode whole blocks; the others encode each token as it comes."""
+FORMATS = ("int4", "int8_block", "int4_group")  # that encode whole blocks; others encode token by token
 REQUIRED = "int4"
 CONTEXT_TOKENS = (128, 2048, 8192)
 MAX_SHARE_PERCENT = 3.0  # of a decode step, per token
-TOLERANCE = 1e-2
-"""RMS of the difference to the block that plain torch encodes: a code may be off by one where a value lies
-in the middle between two."""
+TOLERANCE = 1e-2  # RMS ratio to the block that plain torch encodes: where a value lies between two codes
 
 COLUMNS = (
-    Column("format", "format"),
-    Column("tokens", "tokens"),
+    *plain("format", "tokens"),
     Column("step_ms", "step ms", fixed(2)),
     Column("seal_ms", "seal ms", fixed(3)),
     Column("per_token_us", "µs a token", fixed(1)),
@@ -50,9 +44,8 @@ def _measure_all(context: Context) -> tuple[list[Row], tuple[str, ...]]:
     )
 
 
-BENCH = Bench(
-    "sealing", "encoding a full block of all layers and heads, batch 1, float32 model", COLUMNS, _measure_all
-)
+TITLE = "encoding a full block of all layers and heads, batch 1, float32 model"
+BENCH = Bench("sealing", TITLE, COLUMNS, _measure_all)
 
 
 def measure(context: Context, model: Any, name: str, tokens: int) -> Row:
@@ -65,38 +58,26 @@ def measure(context: Context, model: Any, name: str, tokens: int) -> Row:
     pool.layout.encode(pool.keys[slot], pool.values[slot], expected)
     sides = zip(pool.layout.decode(pool.records[record]), pool.layout.decode(expected), strict=True)
     error = max(workload.check(f"a block sealed in {name}", *side, TOLERANCE) for side in sides)
-    reader, _ = context.bandwidth
-    timings = interleave(
-        [
-            workload.forward_contender(name, model, cache, torch.tensor([[42]])),
-            Contender("seal", lambda: pool.seal([slot], [record])),
-            reader.contender(),
-        ],
-        budget_s=context.budget_s(5.0),
-        min_rounds=context.rounds(9),
-    )
+    step = workload.forward_contender(name, model, cache, torch.tensor([[42]]))
+    timings = context.race([step, Contender("seal", lambda: pool.seal([slot], [record]))], 5.0, 9)
     block_size, seal_s = cache.stats().block_size, timings.median_s("seal")
     share = 100 / block_size / timings.speedup("seal", name)
-    cells = {
+    cells: dict[str, Cell] = {
         "format": name,
         "tokens": tokens,
         "step_ms": 1e3 * timings.median_s(name),
         "seal_ms": 1e3 * seal_s,
         "per_token_us": 1e6 * seal_s / block_size,
         "share_percent": share,
-        **reader.cells(timings, "seal", pool.keys[slot].nbytes + pool.values[slot].nbytes),
+        **context.cells(timings, "seal", pool.keys[slot].nbytes + pool.values[slot].nbytes),
         "error": error,
-        "rounds": len(timings.seconds[name]),
     }
     limit = MAX_SHARE_PERCENT if name == REQUIRED else None
     return Row(cells, required("of a step", share, limit, at_least=False, unit=" %"))
 
 
 def _open_block(cache: Any) -> tuple[Any, int, int]:
-    """The pool of all layers, a slot with K and V in it, and the record that it would be sealed into.
-
-    That record is not in use as long as the block is in the model's dtype, so it can be written at will.
-    """
+    """The pool of all layers, a slot with K and V in it, and the record of its block, not yet in use."""
     (group,) = cache._state.groups
     (pool,) = group.pools
     table = group.manager.tables[0]

@@ -1,7 +1,5 @@
 """Models and filled caches to measure with."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -17,8 +15,7 @@ from hf_paged_cache.host.compat import cache_argument
 
 SEED = 0  # what random numbers of all benches start from
 PROMPT_TOKENS = 512
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""RMS of the difference of logits over RMS of the logits, between two caches of one dtype."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # RMS ratio of logits with two caches of one dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -71,10 +68,9 @@ def use(name: str, model: Any) -> None:
 
 
 def fill(caches: list[Any], model: Any, tokens: int) -> None:
-    """Give all caches the same K and V of `tokens` tokens of one row in every layer.
+    """Give all caches the model's own K and V of a prompt, repeated to `tokens` tokens of one row.
 
-    They are the model's own, of a prompt of `PROMPT_TOKENS` tokens, repeated: with random K and V the logits
-    hang on the last bits, and a comparison would say nothing.
+    With random ones the logits hang on the last bits, and a comparison would say nothing.
     """
     source = new_cache("dynamic", model)
     forward("dynamic", model, source, random_ids(model, PROMPT_TOKENS))
@@ -86,19 +82,14 @@ def fill(caches: list[Any], model: Any, tokens: int) -> None:
 
 
 def fill_random(cache: Any, model: Any, batch: int, tokens: int) -> None:
-    """Put random K and V of `tokens` tokens into every layer, the same for every cache, where the model is.
-
-    V has a mean, so that an attention that loses part of its weight shows in the logits.
-    """
+    """Put random K and V into every layer; V has a mean, so that attention which loses weight shows."""
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads
+    options = {"dtype": model.dtype, "device": model.device}
     generator = torch.Generator(model.device).manual_seed(SEED)
-
-    def normal(tokens: int) -> torch.Tensor:
-        size = (batch, config.num_key_value_heads, tokens, head_dim)
-        return torch.empty(size, dtype=model.dtype, device=model.device).normal_(generator=generator)
-
-    keys, values = normal(tokens), normal(tokens).add_(normal(1))
+    sizes = ((batch, config.num_key_value_heads, count, head_dim) for count in (tokens, tokens, 1))
+    keys, values, mean = (torch.empty(size, **options).normal_(generator=generator) for size in sizes)
+    values += mean
     for layer_idx in range(config.num_hidden_layers):
         cache.update(keys, values, layer_idx)
 
@@ -110,10 +101,7 @@ def random_ids(model: Any, tokens: int) -> torch.Tensor:
 
 
 def replay(cache: Any, model: Any, tokens: int) -> Any:
-    """A `DynamicCache` that repeats the last step of a paged cache with the K and V that this gives back.
-
-    Those of the step's own `tokens` too, whatever `update` is given. The paged cache keeps its tokens.
-    """
+    """A `DynamicCache` that repeats a paged cache's last step with all K and V that this gives back."""
     repeated: Any = DynamicCache(config=model.config)
     stored = [(keys.clone(), values.clone()) for keys, values, *_ in cache]
     for layer_idx, (keys, values) in enumerate(stored):
@@ -128,21 +116,19 @@ def replay(cache: Any, model: Any, tokens: int) -> Any:
 
 
 def remove_last(cache: Any, tokens: int) -> None:
-    """Crop; a `DynamicCache` is then put into the contiguous tensors that its next `torch.cat` would find.
-
-    A `QuantizedCache`, which cannot be cropped, loses tokens that it has not quantized yet.
-    """
-    if not isinstance(cache, QuantizedCache | StaticCache):  # older versions have no `crop` for the latter
-        cache.crop(-tokens)
-    for layer in cache.layers:
-        if isinstance(cache, QuantizedCache):
+    """Crop; a `DynamicCache` is contiguous again, and a `QuantizedCache` loses what is not quantized yet."""
+    layers: Any = cache.layers
+    if isinstance(cache, QuantizedCache):
+        for layer in layers:
             layer.cumulative_length -= tokens
-            for name in ("keys", "values"):
-                kept = getattr(layer, name)[..., :-tokens, :]
-                setattr(layer, name, kept if kept.shape[-2] else kept.new_empty(0))
-        elif isinstance(cache, StaticCache):
+            kept = (states[..., :-tokens, :] for states in (layer.keys, layer.values))
+            layer.keys, layer.values = (x if x.shape[-2] else x.new_empty(0) for x in kept)
+    elif isinstance(cache, StaticCache):  # older versions have no `crop` for it
+        for layer in layers:
             layer.cumulative_length.sub_(tokens)
-        elif type(cache) is DynamicCache:
+    else:
+        cache.crop(-tokens)
+        for layer in layers if type(cache) is DynamicCache else ():
             layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
 
 
@@ -158,9 +144,10 @@ def check(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) ->
 
 def forward(name: str, model: Any, cache: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits `[1, vocabulary]` of the last token, the model reading and extending `cache`."""
-    use(name, model)
-    argument = {cache_argument(model): cache}
-    logits: torch.Tensor = model(token_ids, use_cache=True, logits_to_keep=1, **argument).logits[:, -1]
+    contender = forward_contender(name, model, cache, token_ids)
+    contender.prepare()
+    outputs: Any = contender.step()
+    logits: torch.Tensor = outputs.logits[:, -1]
     return logits
 
 

@@ -169,8 +169,9 @@ def test_a_case_is_checked_and_measured_and_leaves_the_caches_as_long_as_they_we
     kept: list[layer_stacks.LayerStack] = []
     filled = layer_stacks.filled
     monkeypatch.setattr(layer_stacks, "filled", lambda case: kept.extend(filled(case)) or kept)
-    reader = Reader("reader", 1000, lambda: sum(range(100)))
-    row = attention_step.measure(case, reader, budget_s=0.0, min_rounds=2)
+    monkeypatch.setattr(Context, "bandwidth", (Reader("reader", 1000, lambda: sum(range(100))), []))
+    monkeypatch.setattr(Context, "budget_s", lambda self, seconds: 0.0)
+    row = attention_step.measure(Context(quick=True), case)
     assert row.cells["rounds"] == 2
     assert row.cells["layers"] == case.layers
     assert 0.0 <= float(row.cells["error"] or 0.0) <= attention_step.TOLERANCE[dtype]
@@ -192,11 +193,11 @@ def test_a_wrong_attention_is_refused_before_anything_is_timed(
 
     filled = layer_stacks.filled
     monkeypatch.setattr(layer_stacks, "filled", broken)
-    monkeypatch.setattr(attention_step, "interleave", timed)
+    monkeypatch.setattr(Context, "race", timed)
     with pytest.raises(
         WrongAnswer, match=r"paged cache, tiny, batch 1, float32, 70 tokens: RMS error ratio 1\.0e-02"
     ):
-        attention_step.measure(Case(TINY, 1, torch.float32, 70), Reader("r", 1, int), 0.0, 1)
+        attention_step.measure(Context(), Case(TINY, 1, torch.float32, 70))
 
 
 @pytest.mark.parametrize("kernel", ["write", "decode"])

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
+from eval.bench import context
 from eval.bench.context import Context
 from eval.bench.layers import formats_step, layer_stacks
 from eval.bench.layers.layer_stacks import Case, LayerStack, Shape
@@ -46,9 +47,9 @@ def half_cache(layers: int) -> Any:
 def quick(monkeypatch: pytest.MonkeyPatch) -> Context:
     monkeypatch.setattr(Device, "cache_bytes", lambda self: 16 << 10)
     monkeypatch.setattr(formats_step, "quantized_cache", lambda config, backend: half_cache(2))
-    context = Context(quick=True)
+    monkeypatch.setattr(Context, "bandwidth", (READER, []))
     monkeypatch.setattr(Context, "budget_s", lambda self, seconds: 0.0)
-    return context
+    return Context(quick=True)
 
 
 def one_step_each(contenders: Any, **kwargs: Any) -> Timings:
@@ -71,9 +72,9 @@ def cells(rows: list[Row]) -> dict[str, dict[str, Any]]:
 def test_every_format_is_checked_and_timed_beside_the_stock_caches(
     quick: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats_step, "interleave", one_step_each)
+    monkeypatch.setattr(context, "interleave", one_step_each)
     missing: set[str] = set()
-    found = cells(formats_step.measure(quick, TINY, 256, READER, missing))
+    found = cells(formats_step.measure(quick, TINY, 256, missing))
     assert list(found) == list(formats_step.FORMATS)
     assert not missing
     layers = Case(TINY, 1, torch.float32, 256 - STEPS + 1, formats_step.LEAST_BITS).layers
@@ -96,9 +97,9 @@ def test_without_the_backend_of_the_stock_cache_its_column_is_empty(
         raise CacheUnavailable("no such package")
 
     monkeypatch.setattr(formats_step, "quantized_cache", absent)
-    monkeypatch.setattr(formats_step, "interleave", one_step_each)
+    monkeypatch.setattr(context, "interleave", one_step_each)
     missing: set[str] = set()
-    rows = formats_step.measure(quick, TINY, 128, READER, missing)
+    rows = formats_step.measure(quick, TINY, 128, missing)
     assert missing == {"no such package"}
     assert all(row.cells["over_stock"] is None for row in rows)
 
@@ -199,7 +200,7 @@ def test_other_logits_than_those_of_its_own_keys_and_values_are_refused(
 def test_sealing_is_checked_and_its_share_is_of_one_token(
     quick: Context, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(sealing, "interleave", one_step_each)  # a step takes 8 seconds, sealing one
+    monkeypatch.setattr(context, "interleave", one_step_each)  # a step takes 8 seconds, sealing one
     model = tiny_llama()
     monkeypatch.setattr(workload, "new_cache", cache_of_small_heads)
     with torch.inference_mode():

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from eval.core.errors import UsageError
 from eval.core.results import FOLDER, read
-from eval.report.readme.cli import README, app, filled, update
-from eval.report.readme.tables import NAMES, hardware, ratio, tables, times
+from eval.readme.cli import README, app, filled, update
+from eval.readme.tables import NAMES, hardware, ratio, tables, times
 
 
 def test_the_tables_of_the_readme_are_those_of_the_results() -> None:

@@ -192,17 +192,22 @@ def test_who_reads_the_stored_tokens_is_seen_at_the_last_step(
     with reads.watch() as seen:
         prompt = inputs.prompt(model, entry, (9, 9), seed=0)
         runs.generate(model, prompt, 3, cache=PagedCache(model, block_size=16))
-    assert seen.how == how
+    assert seen() == how
 
 
-def test_layers_that_differ_are_both_named_and_the_last_read_of_each_counts() -> None:
-    seen, first, second = reads.Reads(), object(), object()
-    assert seen.how == reads.NONE
-    seen.note(first, reads.DENSE)
-    seen.note(first, reads.BLOCKS)
-    assert seen.how == reads.BLOCKS
-    seen.note(second, reads.DENSE)
-    assert seen.how == reads.MIXED
+def test_layers_that_differ_are_both_named_and_the_last_read_of_each_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("decode", "gather"):
+        monkeypatch.setattr(reads.dispatch, name, lambda blocks: None)
+    first, second = object(), object()
+    with reads.watch() as seen:
+        assert seen() == reads.NONE
+        reads.dispatch.gather(first)
+        reads.dispatch.decode(first)
+        assert seen() == reads.BLOCKS
+        reads.dispatch.gather(second)
+        assert seen() == reads.MIXED
 
 
 # --- configs ------------------------------------------------------------------------------------------------

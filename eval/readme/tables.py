@@ -1,40 +1,29 @@
 """The tables of the README: templates that look up rows of results, and how their numbers are written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from eval import report
 from eval.core import results
 from eval.core.errors import UsageError
-from eval.report.files import read as read_run
+from eval.report.render import templates
 from eval.run.rows import DEFAULT_CACHE, MIB, Metric, problems
 
+# A new one is a name here, `NAME.md.j2` beside this file, and a pair of markers in the README.
 NAMES = ("caches", "speed", "quality", "formats")
-"""A new one is a name here, `NAME.md.j2` beside this file, and a pair of markers in the README."""
 _NOTHING = 1e-6
 
 
 def tables(folder: Path = results.FOLDER) -> Mapping[str, Callable[[], str]]:
-    """Name -> makes the Markdown of that table from a folder of results, each file read once.
-
-    When called, a file that cannot be read, or lacks the row that a table shows, is a `UsageError`.
-    """
+    """Name -> makes that table from a folder of results, or `UsageError`; each file is read once."""
     read = cache(lambda file: results.read(folder / file))
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates(Path(__file__).parent)
     environment.filters |= {"ratio": ratio, "times": times, "metric": metric, "perplexity": perplexity}
     environment.globals |= {
         "row": partial(row, read),
-        "run": lambda file: read_run(folder / file),
+        "run": lambda file: report.read(folder / file),
         "hardware": partial(hardware, read),
         "problems": problems,
         "DEFAULT": DEFAULT_CACHE,
@@ -93,11 +82,10 @@ def ratio(value: float) -> str:
 
 def metric(metrics: Iterable[Metric], key: str, spec: str) -> str:
     """One of the metrics of a row; bold where it differs from the default cache's by more than noise."""
-    found = next((each for each in metrics if each.key == key), None)
-    if found is None:
-        return "failed"
-    text = "0" if abs(found.value) < _NOTHING else format(found.value, spec)
-    return f"**{text}**" if found.verdict in ("better", "worse") else text
+    for found in (each for each in metrics if each.key == key):
+        text = "0" if abs(found.value) < _NOTHING else format(found.value, spec)
+        return f"**{text}**" if found.verdict in ("better", "worse") else text
+    return "failed"
 
 
 def perplexity(cells: Mapping[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """The command line of `python -m eval readme`."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping
@@ -14,10 +12,9 @@ from eval.core.console import EXIT_WRONG, usage_errors, write_results
 from eval.core.errors import UsageError, check_choice
 from eval.core.results import FOLDER
 
-README = Path(__file__).resolve().parents[3] / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 _BEGIN = re.compile(r"<!-- table:(?P<name>\S+) -->")
-_END = "<!-- /table -->"
-"""A table stands between these two, each on its own line."""
+_END = "<!-- /table -->"  # a table stands between these two, each on its own line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,18 +36,14 @@ def readme(
     for line in differences:
         typer.echo(line)
     if differences and not write:
-        typer.echo(
-            f"{file} disagrees with {results}; `python -m eval readme --write` makes it agree", err=True
-        )
+        way_out = "`python -m eval readme --write` makes it agree"
+        typer.echo(f"{file} disagrees with {results}; {way_out}", err=True)
         raise typer.Exit(EXIT_WRONG)
 
 
 def update(file: Path, folder: Path, write: bool) -> list[str]:
-    """Lines to take out of the file (`-`) and to put in (`+`), with their numbers; with `write` it is done.
-
-    What cannot be read or written, and markers that are missing, are a `UsageError`.
-    """
-    from eval.report.readme.tables import tables
+    """Lines to take out of the file (`-`) and to put in (`+`), with their numbers; `write` does it."""
+    from eval.readme.tables import tables
 
     try:
         old = file.read_text(encoding="utf-8").splitlines()
@@ -68,11 +61,7 @@ def update(file: Path, folder: Path, write: bool) -> list[str]:
 
 
 def filled(lines: list[str], tables: Mapping[str, str]) -> list[str]:
-    """The text with the tables in their places, an empty line before and behind each.
-
-    A marker of an unknown table, or one that is not closed or opened, is a `UsageError`, and so is a table
-    that has no place or two.
-    """
+    """The text with each table in its one place, between empty lines; or a `UsageError` of the markers."""
     new: list[str] = []
     found: list[str] = []
     opened: str | None = None
