@@ -14,6 +14,9 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 PYTEST := -m pytest -n auto --dist worksteal
 
+# Modules stay compiled, and tests as pytest rewrites them, wherever this is: else each process does it again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-full test-slow test-oldest sanitize check structure aot format bench docs clean
 
 demo: $(VENV)/.ready

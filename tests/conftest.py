@@ -32,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test that crosses lists of parameters, `make test` runs a diagonal: every value of each list once.
 
-    The other combinations are marked as `full`, unless the test is marked as `whole`.
+    The other combinations are marked as `full`, unless the test is marked as `whole`. Slow tests come first:
+    no core waits for one in the end.
     """
     tests: dict[str, list[Any]] = defaultdict(list)
     for item in items:
@@ -49,6 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case, found in zip(cases, ids, strict=True):
             if found not in diagonal:
                 case.add_marker("full")
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(wrapper=True)

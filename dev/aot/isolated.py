@@ -11,9 +11,9 @@ from pathlib import Path
 
 from .binary import Binary, compile_variant
 
-# Forked from a server that has imported Triton once: this process may have loaded it as an interpreter.
+# Forked from a server that has prepared Triton once: this process may have loaded it as an interpreter.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["dev.aot.capture"])
+_PROCESSES.set_forkserver_preload(["dev.aot.preload"])
 
 
 def compile_isolated(variant_name: str, target_name: str) -> Binary | str:

@@ -449,14 +449,19 @@ def _installed(rows: Sequence[Row], owner: type) -> list[Row]:
 
 
 def _cases(rows: Sequence[Row], owner: type, kinds: Sequence[Any] = ()) -> list[Any]:
-    """Row, kind and formats: first what is stored as it comes and one more, in turns; then all others."""
+    """Row, kind and formats: first what is stored as it comes and one more, in turns; then all others.
+
+    `make test` tries each row with one of the given kinds, in turns.
+    """
     found: list[Any] = []
     pairs = [(row, kind) for row in _installed(rows, owner) for kind in (kinds or row.kinds)]
     for number, (row, kind) in enumerate(pairs):
         first, *others = row.formats
         others = others[number % len(others) :] + others[: number % len(others)]
         name = f"{row}-{getattr(kind, 'model_type', kind)}"
-        found.append(pytest.param(row, kind, (first, others[0]), id=name))
+        is_quick = not kinds or (number // len(kinds)) % len(kinds) == number % len(kinds)
+        quick = () if is_quick else (pytest.mark.full,)
+        found.append(pytest.param(row, kind, (first, others[0]), id=name, marks=quick))
         if others[1:]:
             found.append(pytest.param(row, kind, others[1:], id=f"{name}-more", marks=pytest.mark.full))
     return found
