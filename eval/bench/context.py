@@ -1,4 +1,4 @@
-"""What a bench is, and what the benches of one run share."""
+"""The bench, and what the benches of one run share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests compare kernels with, loosely typed as it is, moved to the device and into large pools."""
+"""Cases of the kernels' tests, loosely typed as they are, moved to the device and into large pools."""
 
 import importlib
 from typing import Any

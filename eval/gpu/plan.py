@@ -1,4 +1,4 @@
-"""What one run does, item by item, and how its time is shared out; the same for all its processes."""
+"""The plan of a run, item by item, and how its time is shared out; the same for all its processes."""
 
 from __future__ import annotations
 

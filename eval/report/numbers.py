@@ -1,4 +1,4 @@
-"""How numbers are written: as many digits as a reader can use, and a dash for what was not measured."""
+"""Numbers as they are written: as many digits as a reader can use, and a dash for what was not measured."""
 
 import math
 import re

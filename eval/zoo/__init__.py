@@ -1,1 +1,1 @@
-"""Which model types `PagedCache` serves, and how: `python -m eval zoo`."""
+"""Model types that `PagedCache` serves, and how: `python -m eval zoo`."""

@@ -1,4 +1,4 @@
-"""What the rule of `sizes` gets wrong, by `model_type` of the config concerned. Data, no code."""
+"""Exceptions from the rule of `sizes`, by `model_type` of the config concerned. Data, no code."""
 
 from typing import Any
 

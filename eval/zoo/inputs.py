@@ -1,4 +1,4 @@
-"""What is given to `generate`: random ids, and what some types want beside them."""
+"""Inputs of `generate`: random ids, and what some types want beside them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self

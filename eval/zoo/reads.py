@@ -1,4 +1,4 @@
-"""How attention comes by the stored K and V of each layer: from the blocks, or as dense tensors."""
+"""The way of each layer's attention to stored K and V: from the blocks, or as dense tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""What a layer does in a decode step that `torch.compile` traces.
+"""A layer's part of a decode step that `torch.compile` traces.
 
 No views here: tensors without storage cannot be traced. `update_static` returns dense K and V, as any
 attention could want them, and remembers beside them where they came from. The attention of this package finds

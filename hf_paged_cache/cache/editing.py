@@ -1,4 +1,4 @@
-"""What a user does with a cache beside `generate`: fork it, cut it, save it, turn it into another."""
+"""Work on a cache beside `generate`: forks, cuts, saved states, conversion."""
 
 from __future__ import annotations
 

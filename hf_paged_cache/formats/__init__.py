@@ -1,4 +1,4 @@
-"""How a block's K and V become bytes: one file a codec, and the pairs of them that have a name.
+"""Formats, by which a block's K and V become bytes: one file a codec, and the pairs that have a name.
 
 A format is a codec for K and one for V. `record` says how their parts lie in a block's record, `packing` how
 codes share bytes, `rotation` what is done to vectors before. What is here is plain torch and the meaning of

@@ -1,4 +1,4 @@
-"""What a codec is: how the K, or the V, of one block and head become codes and float16 parameters."""
+"""The codec: how the K, or the V, of one block and head become codes and float16 parameters."""
 
 from __future__ import annotations
 

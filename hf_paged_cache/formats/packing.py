@@ -1,4 +1,4 @@
-"""How 4-bit codes share bytes, and how scales are rounded.
+"""Packing of 4-bit codes into bytes, and rounding of scales.
 
 A row of `dim` codes takes `half = ceil(dim / 2)` bytes. Byte i has code i in its low bits and code `half + i`
 in its high bits, so that both halves of a row are runs of channels (a kernel splits q in two runs as well):

@@ -1,4 +1,4 @@
-"""What a cache holds outside blocks, in objects of the host's own classes, kept in step with the blocks.
+"""Recurrent states: what lies outside blocks, in objects of the host, kept in step with the blocks.
 
 Recurrent states and the inputs of convolutions are overwritten by every forward. A forward that fails
 halfway has moved some of them on and others not, so they are saved when a forward begins, and put back if it

@@ -1,4 +1,4 @@
-"""What is known of model types: their cache layers, in what order they are written, and what they get wrong.
+"""Facts about model types: their cache layers, in what order they write them, and what they get wrong.
 
 Read from the configs; where a config does not say it, from the tables here.
 """

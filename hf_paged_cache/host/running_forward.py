@@ -1,4 +1,4 @@
-"""Which call of a model is in progress (`current`), read from the Python stack.
+"""The call of a model that is in progress (`current`), read from the Python stack.
 
 A cache is handed K and V layer by layer; nobody tells it when a forward begins or ends, whether it failed,
 or whether the caller asked for `use_cache=False`. The frames of the host's own functions say it all: a

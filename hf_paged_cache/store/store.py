@@ -1,4 +1,4 @@
-"""What several caches can share: blocks, the tensors they lie in, and the lock for both.
+"""The store, which several caches can share: blocks, the tensors they lie in, and the lock for both.
 
 A cache has a store of its own unless it was forked from another. Every cache keeps its rows to itself: block
 ids in tables. Caches of one store may run in different threads: whoever takes blocks, gives them back or

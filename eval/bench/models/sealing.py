@@ -1,4 +1,4 @@
-"""What it costs to encode a block when it is full, spread over the steps that fill it."""
+"""The cost of encoding a block when it is full, spread over the steps that fill it."""
 
 from typing import Any
 

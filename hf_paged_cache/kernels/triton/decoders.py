@@ -1,4 +1,4 @@
-"""How the attention kernel reads stored K and V: one small function for each codec and side.
+"""Decoders, by which the attention kernel reads K and V: one small function for each codec and side.
 
 The kernel gets its functions and a `variants.Side` for each at compile time, so a format costs no branch and
 needs no kernel of its own; a plain pool is a codec whose load is plain.

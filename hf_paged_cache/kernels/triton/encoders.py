@@ -1,4 +1,4 @@
-"""How values become codes and parameters: one small function for each codec.
+"""Encoders, which make codes and parameters of values: one small function for each codec.
 
 Steps are those of `formats`, in the same order. Arguments of all `store_*`:
   x: float32 `[R, D]`, rows that are tokens, zero beyond the head dim.

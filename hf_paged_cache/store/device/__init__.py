@@ -1,1 +1,1 @@
-"""What pools need of a device: memory, tables, streams, flags."""
+"""A device as pools see it: memory, tables, streams, flags."""

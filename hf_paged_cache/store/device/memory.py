@@ -1,4 +1,4 @@
-"""How much memory is free, and how a pool asks the system for large pages."""
+"""Free memory of a device, and large pages for a pool."""
 
 from __future__ import annotations
 
