@@ -70,8 +70,8 @@ def copy_into(paged: Any, other: Cache) -> None:
     for mine, layer in pairs:
         if not isinstance(mine, PagedLayer):
             _copy_attributes(mine, layer, mine)
-        elif (part := getattr(mine, "host_part", None)) is not None:
-            _copy_attributes(part, getattr(layer, "host_part", layer), part, _IN_BLOCKS)
+        elif (part := getattr(mine, "host_layer", None)) is not None:
+            _copy_attributes(part, getattr(layer, "host_layer", layer), part, _IN_BLOCKS)
 
 
 def to_dynamic(paged: Any, config: PreTrainedConfig) -> DynamicCache:
@@ -87,8 +87,8 @@ def to_dynamic(paged: Any, config: PreTrainedConfig) -> DynamicCache:
             layer.update(keys.clone(), values.clone())
             if isinstance(mine, PagedWindowLayer):
                 layer.cumulative_length = mine.get_seq_length()
-        if hasattr(mine, "host_part"):
-            _copy_attributes(mine.host_part, mine.host_part, layer, _IN_BLOCKS)
+        if hasattr(mine, "host_layer"):
+            _copy_attributes(mine.host_layer, mine.host_layer, layer, _IN_BLOCKS)
     return dynamic
 
 

@@ -1,7 +1,7 @@
 """The layers of a cache, made from what the config of a model says of them.
 
 Some keep K and V in blocks, and something else beside them in an object of the host's own class: what a model
-reads and calls on such a layer for that something is passed on to the object, the `host_part`.
+reads and calls on such a layer for that something is passed on to the object, the `host_layer`.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 def _passed_on(name: str) -> Any:
-    """An attribute or method of the host part that others look for on the layer."""
+    """An attribute or method of the host layer that others look for on the layer."""
     return property(
-        lambda layer: getattr(layer.host_part, name),
-        lambda layer, value: setattr(layer.host_part, name, value),
+        lambda layer: getattr(layer.host_layer, name),
+        lambda layer, value: setattr(layer.host_layer, name, value),
     )
 
 
 class _Compound:
     """What all of these layers have: the object beside the blocks."""
 
-    def __init__(self, state: CacheState, layer_idx: int, *window: int, host_part: Any) -> None:
-        self.host_part = host_part
+    def __init__(self, state: CacheState, layer_idx: int, *window: int, host_layer: Any) -> None:
+        self.host_layer = host_layer
         super().__init__(state, layer_idx, *window)  # type: ignore[call-arg]  # of the layer that this is mixed into
 
     def of_fork(self, state: CacheState, memo: dict[int, Any]) -> PagedLayer:
         """With a copy of the object."""
         copied: Any = super().of_fork(state, memo)  # type: ignore[misc]  # of the layer that this is mixed into
-        copied.host_part = copy.deepcopy(self.host_part, memo)
+        copied.host_layer = copy.deepcopy(self.host_layer, memo)
         return copied  # type: ignore[no-any-return]
 
 
@@ -69,11 +69,11 @@ class _Linear(_Compound):
     @property
     def record_past(self) -> bool:
         """Whether what a crop would need is kept until then."""
-        return bool(self.host_part.record_past)
+        return bool(self.host_layer.record_past)
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self.host_part.record_past = value
+        self.host_layer.record_past = value
         self._state.rows.record_past = value
 
     def activate_past_recording(self) -> None:
@@ -105,25 +105,25 @@ class PagedIndexedLayer(_Compound, PagedLayer):  # type: ignore[no-untyped-call]
         # Models read them before anything else.
         if self.cache is not None and (cache := self.cache()) is not None:
             cache._enter_read()
-        positions: torch.Tensor | None = self.host_part.indexer_position_ids
+        positions: torch.Tensor | None = self.host_layer.indexer_position_ids
         return positions
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, value: torch.Tensor | None) -> None:
-        self.host_part.indexer_position_ids = value
+        self.host_layer.indexer_position_ids = value
 
 
 def make_layer(state: CacheState, index: int, spec: LayerSpec, kwargs: dict[str, Any]) -> Any:
     """A layer over blocks, or one of the host's own class, made with `kwargs`, where nothing is paged."""
     if not spec.is_paged:
         return architectures.host_layer(spec.layer_type, kwargs)
-    part = architectures.host_part(spec.layer_type, kwargs)
+    part = architectures.host_layer(spec.layer_type, kwargs)
     where = (state, index) if spec.window is None else (state, index, spec.window)
     if part is None:
         return (PagedLayer if spec.window is None else PagedWindowLayer)(*where)
     if not architectures.is_linear(part):
-        return PagedIndexedLayer(state, index, host_part=part)
-    return (PagedHybridLayer if spec.window is None else PagedHybridWindowLayer)(*where, host_part=part)
+        return PagedIndexedLayer(state, index, host_layer=part)
+    return (PagedHybridLayer if spec.window is None else PagedHybridWindowLayer)(*where, host_layer=part)
 
 
 def can_be_static(config: PreTrainedConfig, specs: Sequence[tuple[LayerSpec, dict[str, Any]]]) -> bool:
@@ -131,7 +131,7 @@ def can_be_static(config: PreTrainedConfig, specs: Sequence[tuple[LayerSpec, dic
     if config.is_encoder_decoder or architectures.has_outside_state(config):
         return False
     return all(
-        spec.is_paged and architectures.host_part(spec.layer_type, kwargs) is None for spec, kwargs in specs
+        spec.is_paged and architectures.host_layer(spec.layer_type, kwargs) is None for spec, kwargs in specs
     )
 
 

@@ -144,9 +144,9 @@ class PagedCache(DeprecatedReads, CacheTools):
         Cache.__init__(self, layers=layers)
         self._num_layers = len(specs)
         hosts = {
-            index: getattr(layer, "host_part", layer)
+            index: getattr(layer, "host_layer", layer)
             for index, (layer, (spec, _)) in enumerate(zip(layers, specs, strict=True))
-            if hasattr(layer, "host_part")
+            if hasattr(layer, "host_layer")
             or not (spec.is_paged or spec.layer_type in architectures.EMPTY_LAYER_TYPES)
         }
         fixed = architectures.fixed_layers(config) | architectures.layers_without_indexer(config)
