@@ -14,7 +14,7 @@ from hf_paged_cache.forward.left_padding import NO_PADDING
 
 from .layer import PagedLayer, PagedWindowLayer
 
-_IN_BLOCKS = ("keys", "values", "is_initialized")  # attributes of a host part that blocks stand for
+_IN_BLOCKS = ("keys", "values", "is_initialized")  # attributes of a host layer that blocks stand for
 
 
 def copy_into(paged: Any, other: Cache) -> None:

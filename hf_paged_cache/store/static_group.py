@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from hf_paged_cache.errors import BackendUnavailable, PagedCacheError
-from hf_paged_cache.kernels import dispatch
+from hf_paged_cache.kernels import dispatch, triton
 from hf_paged_cache.kernels.call import LayerBlocks, StaticBlocks
 
 from .layer_group import LayerGroup
@@ -56,7 +56,6 @@ class StaticGroup(LayerGroup):
         self.static_blocks: dict[int, StaticBlocks] = {}  # by layer; what a compiled step reads and writes
         self.readers: dict[int, Reader] = {}  # by layer; what has read it last
         self.vetted: set[int] = set()  # layers whose eager function computes what the kernel does, by a try
-        triton = import_module("hf_paged_cache.kernels.triton")  # which loads Triton
         reason = triton.unavailable_reason()
         if reason is not None:
             raise BackendUnavailable(
