@@ -23,7 +23,8 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,21 +45,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 decode_blocks = reference.decode_blocks
 
-_unavailable: str | None = None
-try:
-    from . import launch, probe, variants
-except Exception as error:  # whatever an import of Triton raises, another backend takes over
-    _unavailable = f"Triton cannot be used: {error}"
+
+@cache
+def unavailable_reason() -> str | None:
+    """None if Triton can be imported, otherwise a sentence."""
     if importlib.util.find_spec("triton") is None:
-        _unavailable = (
+        return (
             "Triton is not installed. Builds of torch for CUDA and ROCm bring theirs; elsewhere on Linux: "
             "`pip install 'hf-paged-cache[triton]'`."
         )
-
-
-def unavailable_reason() -> str | None:
-    """None if Triton can be imported, otherwise a sentence."""
-    return _unavailable
+    try:
+        _loaded("launch")
+    except Exception as error:
+        return f"Triton cannot be used: {error}"
+    return None
 
 
 @cache
@@ -68,13 +68,13 @@ def unusable_reason(device: torch.device) -> str | None:
     What an architecture lacks shows in its kernels: below capability 8.0 they do not assemble, or spill
     kilobytes a thread. An OutOfMemoryError of torch says nothing of the device, and is raised.
     """
-    if _unavailable is not None or device.type != "cuda":
-        return _unavailable
+    if unavailable_reason() is not None or device.type != "cuda":
+        return unavailable_reason()
     reason = _architecture_reason(device)
     if reason is not None:
         return reason
     try:
-        reason = probe.failure(device)
+        reason = _loaded("probe").failure(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a compiler or a driver raises, another backend takes over
@@ -102,10 +102,10 @@ def _architecture_reason(device: torch.device) -> str | None:
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None if the kernels can serve these blocks, otherwise a sentence. Compiles nothing."""
-    if _unavailable is not None:
-        return _unavailable
+    if unavailable_reason() is not None:
+        return unavailable_reason()
     keys, values = blocks.keys, blocks.values
-    if keys.is_cpu and not variants.INTERPRETED:
+    if keys.is_cpu and not _loaded("variants").INTERPRETED:
         return (
             "The Triton kernels take CPU tensors only in the interpreter: set TRITON_INTERPRET=1 before "
             "Python starts."
@@ -122,20 +122,20 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
         return f"The Triton kernels take blocks of 16, 32, 64, ... tokens, not {keys.shape[2]}."
     if blocks.records is not None and blocks.records.stride(2) != 1:
         return "The Triton kernels take records whose bytes are contiguous."
-    return None if blocks.layout is None else variants.unreadable_reason(blocks.layout)
+    return None if blocks.layout is None else _loaded("variants").unreadable_reason(blocks.layout)
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
     """As `Backend.write`, in one launch, or one for residual and one for whole blocks that are encoded."""
     end, layout = start + key_states.shape[2], blocks.layout
     if layout is None:
-        launch.write(blocks, _lengths(blocks, end), key_states, value_states)
+        _loaded("launch").write(blocks, _lengths(blocks, end), key_states, value_states)
         return
     if blocks.fault is None:
         reference.check_storable(blocks, key_states, value_states, start)
     dense = _dense_columns(blocks, start, end)
     if layout.format.is_per_token or dense:
-        launch.write(blocks, _lengths(blocks, end), key_states, value_states, dense=bool(dense))
+        _loaded("launch").write(blocks, _lengths(blocks, end), key_states, value_states, dense=bool(dense))
     if layout.format.is_per_token:
         return
     if blocks.offsets is None:
@@ -147,7 +147,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
         if whole <= always:
             return
     if end - start >= layout.block_size:
-        launch.encode(blocks, layout, key_states, value_states, start)
+        _loaded("launch").encode(blocks, layout, key_states, value_states, start)
 
 
 def decode(
@@ -156,7 +156,7 @@ def decode(
     """As `Backend.decode`."""
     held = blocks.lengths
     back = held.tokens - a.end if held is not None and held.tokens > a.end else 0
-    out, lse = launch.attend(
+    out, lse = _loaded("launch").attend(
         blocks,
         a,
         _lengths(blocks, a.end + back),
@@ -187,7 +187,7 @@ def attend_fresh(
     own = replace(
         a, start=0, end=keys.shape[2], mask=_mask(visible, bias), causal=is_causal, queries_are_last=True
     )
-    out, lse = launch.attend_dense(own, keys, values)
+    out, lse = _loaded("launch").attend_dense(own, keys, values)
     return _partial(out, lse, keys.shape[1])
 
 
@@ -197,10 +197,10 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     if not src:
         return
     if set(src).isdisjoint(dst):
-        launch.copy_blocks(pool, src, dst)
+        _loaded("launch").copy_blocks(pool, src, dst)
         return
     # Programs run in any order, so blocks that are both read and overwritten go through memory of their own.
-    ids = launch.device_ids([src, dst], pool.device).long()
+    ids = _loaded("launch").device_ids([src, dst], pool.device).long()
     pool[ids[1]] = pool[ids[0]]
 
 
@@ -215,8 +215,8 @@ def encode_blocks(
     """As `Backend.encode_blocks`."""
     assert len(slots) == len(ids), f"{len(slots)} blocks to read but {len(ids)} to overwrite"
     if slots:
-        on_device = launch.device_ids([slots, ids], records.device)
-        launch.seal(layout, records, keys, values, on_device[0], on_device[1])
+        on_device = _loaded("launch").device_ids([slots, ids], records.device)
+        _loaded("launch").seal(layout, records, keys, values, on_device[0], on_device[1])
 
 
 def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:
@@ -248,3 +248,9 @@ def _lengths(blocks: LayerBlocks, tokens: int) -> torch.Tensor:
     if blocks.lengths is not None and blocks.lengths.tokens == tokens:
         return blocks.lengths.on_device
     return torch.full((blocks.table.shape[0],), tokens, dtype=torch.int32, device=blocks.table.device)
+
+
+@cache
+def _loaded(module: str) -> Any:
+    # Importing Triton takes a while and fails where there is none, so this waits until a kernel is wanted.
+    return import_module(f".{module}", __package__)
