@@ -117,7 +117,7 @@ def make_layer(state: CacheState, index: int, spec: LayerSpec, kwargs: dict[str,
     """A layer over blocks, or one of the host's own class, made with `kwargs`, where nothing is paged."""
     if not spec.is_paged:
         return architectures.host_layer(spec.layer_type, kwargs)
-    part = architectures.host_layer_beside(spec.layer_type, kwargs)
+    part = architectures.layer_beside(spec.layer_type, kwargs)
     where = (state, index) if spec.window is None else (state, index, spec.window)
     if part is None:
         return (PagedLayer if spec.window is None else PagedWindowLayer)(*where)
@@ -131,7 +131,8 @@ def can_be_static(config: PreTrainedConfig, specs: Sequence[tuple[LayerSpec, dic
     if config.is_encoder_decoder or architectures.has_outside_state(config):
         return False
     return all(
-        spec.is_paged and architectures.host_layer_beside(spec.layer_type, kwargs) is None for spec, kwargs in specs
+        spec.is_paged and architectures.layer_beside(spec.layer_type, kwargs) is None
+        for spec, kwargs in specs
     )
 
 

@@ -162,7 +162,7 @@ def host_layer(layer_type: str, kwargs: dict[str, Any]) -> Any:
     return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
 
 
-def host_layer_beside(layer_type: str, kwargs: dict[str, Any]) -> Any:
+def layer_beside(layer_type: str, kwargs: dict[str, Any]) -> Any:
     """An object of the host's own class for what a paged layer keeps beside K and V; None if nothing."""
     layer_class = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
     if layer_class in _HYBRID:
