@@ -66,13 +66,13 @@ class LayerGroups:
 
     def layer_dtypes(self) -> dict[int, str]:
         """Layer index -> name of the format that it is stored in now."""
-        now = {index: form for group in self.all for index, form in group.formats.items()}
-        return {index: format_name(form) for index, form in (self.precision.formats | now).items()}
+        now = {index: each for group in self.all for index, each in group.formats.items()}
+        return {index: format_name(each) for index, each in (self.precision.formats | now).items()}
 
     def moved_layers(self) -> dict[int, str]:
         """Layer index -> name of the format it was to have, of layers that the guard gave another."""
         now, asked = self.layer_dtypes(), self.precision.formats
-        return {index: format_name(form) for index, form in asked.items() if format_name(form) != now[index]}
+        return {index: format_name(each) for index, each in asked.items() if format_name(each) != now[index]}
 
     def bytes_by_format(self) -> dict[str, int]:
         """Format -> bytes of K and V in blocks that hold tokens; `auto` is the model's dtype."""
