@@ -31,7 +31,7 @@ from pathlib import Path
 from .library_folder import LibraryFile, LibraryFolder, cache_dir, private_folder, reason_of, take_back
 
 _SOURCE_DIR = Path(__file__).parent / "src"
-_SOURCES = ("attend/decode.cpp", "attend/record_tiles.cpp", "storage/tokens.cpp")
+_SOURCES = ("attend/decode.cpp", "attend/attend_records.cpp", "storage/tokens.cpp")
 _COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
 _EXPORTS = tuple(
     f"paged_{name}"

@@ -12,7 +12,7 @@
 #endif
 
 #include "../base/scratch.h"
-#include "layer.h"
+#include "layer_tiles.h"
 
 namespace paged {
 namespace {

@@ -96,7 +96,7 @@ class RecordTiles {
 #endif
   }
 
-  // Attends one tile by all queries of its kv head. Compiled once for all dtypes (record_tiles.cpp).
+  // Attends one tile by all queries of its kv head. Compiled once for all dtypes (attend_records.cpp).
   void attend(int64_t b, int64_t h, RecordTile tile, const TileRoom& room, const Partial& into) const;
 
  private:
