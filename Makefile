@@ -62,9 +62,9 @@ format: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m eval bench
 
-# The API reference, into build/docs.
+# Guides, notebooks and the API reference, into build/docs.
 docs: $(VENV)/.docs-ready
-	$(BIN)/python -m mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/mkdocs.yml
 
 clean:
 	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .ruff_cache .pytest_cache build/docs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,17 @@ def test_links_to_what_a_page_shows_have_a_target() -> None:
     assert set(links) <= targets
 
 
-def test_every_page_is_in_the_table_of_contents() -> None:
+def in_contents(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """The files that a table of contents names, also in its sections."""
+    for entry in entries:
+        for page in entry.values():
+            yield from in_contents(page) if isinstance(page, list) else [page]
+
+
+def test_every_page_and_notebook_is_in_the_table_of_contents() -> None:
     settings = yaml.safe_load((ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8"))
-    assert sorted(page for entry in settings["nav"] for page in entry.values()) == [p.name for p in PAGES]
+    notebooks = [f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")]
+    assert sorted(in_contents(settings["nav"])) == sorted([*notebooks, *(path.name for path in PAGES)])
 
 
 def test_every_command_line_is_described() -> None:
