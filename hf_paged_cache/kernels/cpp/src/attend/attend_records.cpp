@@ -1,3 +1,4 @@
+// One tile of records, attended by all queries of its kv head: compiled once for all dtypes.
 #include "record_tiles.h"
 
 namespace paged {
