@@ -41,15 +41,14 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
             if entry == NULL_BLOCK:
                 continue
             k, v = key_states[row, :, token], value_states[row, :, token]
-            if blocks.records is None or blocks.layout is None:
-                blocks.keys[entry, :, slot], blocks.values[entry, :, slot] = k, v
-            elif entry < NULL_BLOCK:
-                blocks.keys[dense_entry(entry), :, slot], blocks.values[dense_entry(entry), :, slot] = k, v
+            if blocks.records is None or blocks.layout is None or entry < NULL_BLOCK:
+                block = entry if entry >= 0 else dense_entry(entry)
+                blocks.keys[block, :, slot], blocks.values[block, :, slot] = k, v
             elif blocks.layout.format.is_per_token:
                 blocks.layout.encode_tokens(k[:, None], v[:, None], blocks.records[entry], slot)
             elif slot == 0:
-                block = slice(token, token + blocks.block_size)
-                k, v = key_states[row, :, block], value_states[row, :, block]
+                whole = slice(token, token + blocks.block_size)
+                k, v = key_states[row, :, whole], value_states[row, :, whole]
                 blocks.layout.encode(k, v, blocks.records[entry])
 
 
@@ -93,8 +92,8 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
     """What `gather` returns, in float32 or more where it is stored in records."""
     batch, heads = blocks.table.shape[0], blocks.keys.shape[1]
     dtype = blocks.keys.dtype
-    if blocks.records is not None and dtype != torch.float64:
-        dtype = torch.float32
+    if blocks.records is not None:
+        dtype = torch.promote_types(dtype, torch.float32)
     keys, values = (
         x.new_zeros(batch, heads, end - start, x.shape[3], dtype=dtype) for x in (blocks.keys, blocks.values)
     )
@@ -103,10 +102,9 @@ def _stored(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, to
             entry, slot = _entry_and_slot(blocks, row, column)
             if entry == NULL_BLOCK:
                 continue
-            if blocks.records is None or blocks.layout is None:
-                k, v = blocks.keys[entry], blocks.values[entry]
-            elif entry < NULL_BLOCK:
-                k, v = blocks.keys[dense_entry(entry)], blocks.values[dense_entry(entry)]
+            if blocks.records is None or blocks.layout is None or entry < NULL_BLOCK:
+                block = entry if entry >= 0 else dense_entry(entry)
+                k, v = blocks.keys[block], blocks.values[block]
             else:
                 k, v = blocks.layout.decode(blocks.records[entry])
             keys[row, :, column - start], values[row, :, column - start] = k[:, slot], v[:, slot]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -168,8 +169,8 @@ def _cache_folder() -> tuple[str, str | None]:
     folder: Path | str = "none"
     try:
         folder = library_folder.cache_dir()
-        with library_folder.LibraryFolder(folder) as opened:
-            opened.check_writable()
+        with library_folder.LibraryFolder(folder), tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         return str(folder), library_folder.reason_of(error)
     return str(folder), None

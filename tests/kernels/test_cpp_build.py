@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,12 +191,17 @@ def test_a_version_that_never_comes_is_not_waited_for(fresh: Path, monkeypatch: 
 def test_an_interrupt_ends_the_compilers_and_the_next_call_compiles(
     fresh: Path, temporary: Path, started: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(seconds: float) -> None:
-        if started():
-            raise KeyboardInterrupt
+    communicate = subprocess.Popen.communicate
+
+    def interrupted(process: subprocess.Popen[str], *arguments: object, **options: Any) -> object:
+        if "--version" in process.args:  # type: ignore[operator]
+            return communicate(process, *arguments, **options)
+        while not started():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(build.time, "sleep", interrupted)
+        patch.setattr(subprocess.Popen, "communicate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cpp.unavailable_reason()
     assert_ended(started())

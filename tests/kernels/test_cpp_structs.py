@@ -66,8 +66,8 @@ def test_other_numbers_are_those_of_the_header() -> None:
         f"Unstorable{'Keys' if side == 'K' else 'Values'}": n for n, side in cpp._UNSTORABLE.items()
     }
     assert statuses | unstorable == numbers_of_header("Status")
-    masks = numbers_of_header("MaskType")
-    assert set(cpp._MASK_TYPES.values()) == set(masks.values()) - {masks["NoMask"]}
+    names = ("Float32", "BFloat16", "Float16", "Bool")
+    assert dict(zip(names, structs.ELEMENT_TYPES.values(), strict=True)) == numbers_of_header("ElementType")
     assert f"kMaxBlockSize = {structs.MAX_BLOCK_SIZE};" in CODE
 
 

@@ -1,15 +1,15 @@
 """Paged attention on CPUs: C++ that reads keys and values straight from their blocks, records included.
 
 The library is compiled on first use (`build`) and called through `ctypes` with data pointers. It needs no
-torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`. The functions mean
-what those of `reference` do.
+torch ABI and shares torch's OpenMP threads, of which it uses `torch.get_num_threads()`. The functions are
+those of `backend.Backend`; pools are contiguous here.
 
 ```
 structs.py     what is handed over, as in src/abi.h
 build.py       src/ compiled, and kept by library_folder.py
 src/base       vectors, elements in memory, working memory
 src/storage    codes of a record, and tokens on their way into blocks and out of them
-src/attend     splits of a call > tiles, plain and of records > scores, softmax, values
+src/attend     decode.cpp: a call in splits > a layer's blocks > tiles, plain and of records
 ```
 """
 
@@ -29,13 +29,10 @@ from hf_paged_cache.kernels.reference import unstorable
 from . import build, structs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hf_paged_cache.formats import RecordFormat
+    from hf_paged_cache.kernels.backend import ConvertBlocks
 
 logger = logging.getLogger("hf_paged_cache")
-
-_MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 
 # `Status` of abi.h.
 _OUT_OF_MEMORY = 1
@@ -54,24 +51,25 @@ _loaded: build.Library | str | None = None
 
 @dataclass(slots=True, eq=False, frozen=True)
 class _Native:
-    """`LayerBlocks` as the library takes it.
-
-    It keeps alive what `struct` points into, and holds good as long as those are the tensors of the blocks.
-    """
+    """`LayerBlocks` as the library takes it, good as long as the tensors are those of the blocks."""
 
     struct: bytes
-    tensors: tuple[torch.Tensor | None, ...]  # keys, values, table, records, offsets
+    tensors: tuple[torch.Tensor | None, ...]  # that it points into: keys, values, table, records, offsets
     shape: tuple[int, int, int]  # batch, head_dim, kv_heads
     v_head_dim: int
     capacity_tokens: int
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return (
+            f"blocks of [batch, head_dim, kv_heads] {self.shape}, v_head_dim {self.v_head_dim}, "
+            f"{self.dtype}, for {self.capacity_tokens} tokens"
+        )
+
 
 def _load() -> build.Library | str:
     """The loaded library, or the sentence that says why there is none. Decided once per process."""
     global _loaded
-    if _loaded is not None:  # once that is decided, nobody waits for a lock
-        return _loaded
     with _load_lock:
         if _loaded is None:
             try:
@@ -87,11 +85,7 @@ def _load() -> build.Library | str:
 
 
 def _declare(handle: ctypes.CDLL) -> None:
-    """Tell ctypes what the functions take.
-
-    Raises:
-        build.BuildError: The library takes other structs.
-    """
+    """Tell ctypes what the functions take; raises BuildError if those are other structs than ours."""
     integer, array, struct_bytes = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
     for struct in (structs.Blocks, structs.Call, structs.Tokens):
         function = getattr(handle, f"paged_bytes_of_{struct.__name__.lower()}")
@@ -104,10 +98,7 @@ def _declare(handle: ctypes.CDLL) -> None:
             )
     for function in (handle.paged_decode, handle.paged_write, handle.paged_gather):
         function.argtypes = [struct_bytes, struct_bytes]
-    for function in (handle.paged_encode_blocks, handle.paged_decode_blocks):
-        function.argtypes = [struct_bytes, array, array, integer, integer]
-    handle.paged_copy_blocks.argtypes = [integer, integer, array, array, integer, integer]
-    handle.paged_copy_blocks.restype = None
+    handle.paged_convert_blocks.argtypes = [struct_bytes, array, array, integer, integer, integer]
     handle.paged_scratch_bytes.restype = integer
 
 
@@ -119,7 +110,7 @@ def _library() -> build.Library:
 
 
 def unavailable_reason() -> str | None:
-    """None when the kernel runs here, otherwise a sentence. The first call compiles, for some seconds."""
+    """As `Backend.unavailable_reason`. The first call compiles, for some seconds."""
     loaded = _load()
     return loaded if isinstance(loaded, str) else None
 
@@ -130,40 +121,32 @@ def isa() -> str:
 
 
 def scratch_bytes() -> int:
-    """Bytes of working memory that the kernel keeps between calls, over all calling threads."""
+    """Bytes of working memory that is kept between calls, over all calling threads."""
     return int(_library().handle.paged_scratch_bytes()) if isinstance(_loaded, build.Library) else 0
 
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:
-    """None when the kernel can serve these blocks, otherwise a sentence. Compiles nothing."""
-    return None if _is_prepared(blocks) else structs.unsupported_reason(blocks)
-
-
-def _is_prepared(blocks: LayerBlocks) -> bool:
-    native = blocks.native
-    if type(native) is not _Native:
-        return False
-    keys, values, table, records, offsets = native.tensors
-    return (
-        keys is blocks.keys
-        and values is blocks.values
-        and table is blocks.table
-        and records is blocks.records
-        and offsets is blocks.offsets
-    )
+    """As `Backend.unsupported_reason`."""
+    return structs.unsupported_reason(blocks)
 
 
 def _native(blocks: LayerBlocks) -> _Native:
-    native: _Native = blocks.native if _is_prepared(blocks) else _prepare(blocks)
-    return native
-
-
-def _prepare(blocks: LayerBlocks) -> _Native:
-    if reason := unsupported_reason(blocks):
+    native = blocks.native
+    if type(native) is _Native:
+        keys, values, table, records, offsets = native.tensors
+        if (
+            keys is blocks.keys
+            and values is blocks.values
+            and table is blocks.table
+            and records is blocks.records
+            and offsets is blocks.offsets
+        ):
+            return native
+    if reason := structs.unsupported_reason(blocks):
         raise AssertionError(f"the C++ kernel was given blocks that it does not support: {reason}")
     _, kv_heads, block_size, head_dim = blocks.keys.shape
     batch, max_blocks = blocks.table.shape
-    native = _Native(
+    blocks.native = native = _Native(
         structs.blocks_struct(blocks),
         (blocks.keys, blocks.values, blocks.table, blocks.records, blocks.offsets),
         (batch, head_dim, kv_heads),
@@ -172,7 +155,6 @@ def _prepare(blocks: LayerBlocks) -> _Native:
         max_blocks * block_size if blocks.offsets is None else _ANY_LENGTH,
         blocks.keys.dtype,
     )
-    blocks.native = native
     return native
 
 
@@ -187,7 +169,7 @@ def _fail(status: int) -> None:
 
 
 def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Tensor, start: int) -> None:
-    """Store new tokens."""
+    """As `Backend.write`."""
     native = _native(blocks)
     batch, kv_heads, tokens, head_dim = key_states.shape
     if (
@@ -199,9 +181,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
     ):
         raise AssertionError(
             f"keys {tuple(key_states.shape)} {key_states.dtype} and values {tuple(value_states.shape)} "
-            f"{value_states.dtype} from position {start} do not fit blocks of [batch, head_dim, kv_heads] "
-            f"{native.shape}, v_head_dim {native.v_head_dim}, {native.dtype}, "
-            f"for {native.capacity_tokens} tokens"
+            f"{value_states.dtype} from position {start} do not fit {native}"
         )
     key_strides, value_strides = key_states.stride(), value_states.stride()
     if key_strides[3] != 1 or value_strides[3] != 1:
@@ -216,7 +196,7 @@ def write(blocks: LayerBlocks, key_states: torch.Tensor, value_states: torch.Ten
 def decode(
     blocks: LayerBlocks, a: Attention, *, return_lse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend stored tokens. Fastest for few query tokens, right for any number."""
+    """As `Backend.decode`."""
     native = _native(blocks)
     query = a.query
     batch, q_heads, q_tokens, head_dim = query.shape
@@ -227,9 +207,7 @@ def decode(
         or not 0 <= a.start <= a.end <= native.capacity_tokens
     ):
         raise AssertionError(
-            f"query {tuple(query.shape)} {query.dtype} over tokens [{a.start}, {a.end}) does not fit blocks "
-            f"of [batch, head_dim, kv_heads] {native.shape}, {native.dtype}, "
-            f"for {native.capacity_tokens} tokens"
+            f"query {tuple(query.shape)} {query.dtype} over tokens [{a.start}, {a.end}) does not fit {native}"
         )
     if query.stride(3) != 1:
         query = query.contiguous()
@@ -242,7 +220,7 @@ def decode(
         *(out.data_ptr(), 0 if lse is None else lse.data_ptr(), a.start, a.end, a.scale, a.softcap or 0.0),
         *(0 if sinks is None else sinks.data_ptr(), a.window or 0, a.causal),
         a.end - q_tokens if a.queries_are_last else a.end,
-        *((0, 0, 0, 0, 0, 0) if mask is None else (mask.data_ptr(), _MASK_TYPES[mask.dtype], *mask.stride())),
+        *((0,) * 6 if mask is None else (mask.data_ptr(), structs.ELEMENT_TYPES[mask.dtype], *mask.stride())),
         torch.get_num_threads(),
     )
     if status := _library().handle.paged_decode(native.struct, call):
@@ -251,12 +229,10 @@ def decode(
 
 
 def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columns `[start, end)` of a quantized layer as dense tensors."""
+    """As `dispatch.gather`, of a quantized layer."""
     native = _native(blocks)
     if blocks.records is None or not 0 <= start <= end <= native.capacity_tokens:
-        raise AssertionError(
-            f"tokens [{start}, {end}) of blocks for {native.capacity_tokens} cannot be gathered from records"
-        )
+        raise AssertionError(f"tokens [{start}, {end}) of {native} cannot be gathered from records")
     batch, head_dim, kv_heads = native.shape
     # What stands before a row begins is not visited.
     new = torch.empty if blocks.offsets is None else torch.zeros
@@ -269,64 +245,45 @@ def gather(blocks: LayerBlocks, start: int, end: int) -> tuple[torch.Tensor, tor
     return keys, values
 
 
-def encode_blocks(
-    layout: RecordFormat,
-    records: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: list[int],
-    ids: list[int],
-) -> None:
-    """Seal full blocks, all layers of a pool at once. The pools are contiguous."""
-    _convert(_library().handle.paged_encode_blocks, layout, records, keys, values, slots, ids)
+def _conversion(*, seals: bool) -> ConvertBlocks:
+    """To records, or the way back."""
+
+    def convert(
+        layout: RecordFormat,
+        records: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: list[int],
+        ids: list[int],
+    ) -> None:
+        if len(slots) != len(ids) or not all(pool.is_contiguous() for pool in (records, keys, values)):
+            raise AssertionError(
+                f"{len(slots)} slots cannot be converted to {len(ids)} records; strides are {keys.stride()}, "
+                f"{values.stride()} and {records.stride()}"
+            )
+        if not slots:
+            return
+        if min(*slots, *ids) < 0 or max(slots) >= keys.shape[0] or max(ids) >= records.shape[0]:
+            raise AssertionError(
+                f"slots {slots} or records {ids} lie outside of {keys.shape[0]}, {records.shape[0]}"
+            )
+        # To the library the heads of all layers are heads of one.
+        keys, values, records = (pool.flatten(1, 2) for pool in (keys, values, records))
+        no_table = torch.empty((0, 0), dtype=torch.int32)
+        native = _native(LayerBlocks(keys, values, no_table, records=records, layout=layout))
+        array = ctypes.c_int64 * len(slots)
+        numbers = (array(*slots), array(*ids), len(slots), torch.get_num_threads(), seals)
+        if status := _library().handle.paged_convert_blocks(native.struct, *numbers):
+            _fail(status)
+
+    return convert
 
 
-def decode_blocks(
-    layout: RecordFormat,
-    records: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: list[int],
-    ids: list[int],
-) -> None:
-    """The way back, for blocks that are written to again. The pools are contiguous."""
-    _convert(_library().handle.paged_decode_blocks, layout, records, keys, values, slots, ids)
-
-
-def _convert(
-    function: Callable[..., int],
-    layout: RecordFormat,
-    records: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: list[int],
-    ids: list[int],
-) -> None:
-    count = len(slots)
-    if len(ids) != count or not all(pool.is_contiguous() for pool in (records, keys, values)):
-        raise AssertionError(
-            f"{count} slots cannot be converted to {len(ids)} records; strides are {keys.stride()}, "
-            f"{values.stride()} and {records.stride()}"
-        )
-    if count == 0:
-        return
-    if min(*slots, *ids) < 0 or max(slots) >= keys.shape[0] or max(ids) >= records.shape[0]:
-        raise AssertionError(
-            f"slots {slots} or records {ids} lie outside of {keys.shape[0]}, {records.shape[0]}"
-        )
-    # To the library the heads of all layers are heads of one.
-    one_layer = LayerBlocks(
-        *(keys.flatten(1, 2), values.flatten(1, 2), torch.empty((0, 0), dtype=torch.int32)),
-        records=records.flatten(1, 2),
-        layout=layout,
-    )
-    arrays = (_integers(slots), _integers(ids))
-    if status := function(_prepare(one_layer).struct, *arrays, count, torch.get_num_threads()):
-        _fail(status)
+encode_blocks, decode_blocks = _conversion(seals=True), _conversion(seals=False)
 
 
 def _expand_mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    if mask.dtype not in _MASK_TYPES:
+    if mask.dtype not in structs.ELEMENT_TYPES:
         if not mask.is_floating_point():
             raise AssertionError(f"an attention mask is boolean or floating, not {mask.dtype}")
         mask = mask.to(torch.float32)
@@ -334,24 +291,15 @@ def _expand_mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.
 
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
-    """Copy whole blocks inside a pool. It is contiguous, on the CPU, of any dtype."""
-    count = len(src)
-    num_blocks = pool.shape[0]
-    if len(dst) != count or not pool.is_contiguous():
+    """As `Backend.copy_blocks`."""
+    if len(src) != len(dst) or not pool.is_contiguous():
         raise AssertionError(
-            f"{count} blocks cannot be copied to {len(dst)} of a pool with strides {pool.stride()}"
+            f"{len(src)} blocks cannot be copied to {len(dst)} of a pool with strides {pool.stride()}"
         )
-    if count == 0:
-        return
-    if min(*src, *dst) < 0 or max(*src, *dst) >= num_blocks:
-        raise AssertionError(f"blocks to copy lie outside the pool of {num_blocks}")
+    if src and (min(*src, *dst) < 0 or max(*src, *dst) >= pool.shape[0]):
+        raise AssertionError(f"blocks to copy lie outside the pool of {pool.shape[0]}")
     if not set(dst).isdisjoint(src):
         pool[dst] = pool[src]
         return
-    block_bytes, threads = pool.stride(0) * pool.element_size(), torch.get_num_threads()
-    copy = _library().handle.paged_copy_blocks
-    copy(pool.data_ptr(), block_bytes, _integers(src), _integers(dst), count, threads)
-
-
-def _integers(numbers: list[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+    for source, target in zip(src, dst, strict=True):  # without the temporary tensor of the above
+        pool[target] = pool[source]

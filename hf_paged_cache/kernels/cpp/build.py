@@ -27,21 +27,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from .library_folder import LibraryFile, LibraryFolder, cache_dir, private_folder, reason_of, take_back
 
 _SOURCE_DIR = Path(__file__).parent / "src"
-_SOURCES = (
-    "attend/record_layer.cpp",
-    "attend/decode.cpp",
-    "storage/tokens.cpp",
-)  # the slowest to compile first
+_SOURCES = ("attend/decode.cpp", "attend/attend_records.cpp", "storage/tokens.cpp")
 _COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast")
 _EXPORTS = tuple(
     f"paged_{name}"
     for name in (
-        *("decode", "write", "gather", "encode_blocks", "decode_blocks", "copy_blocks", "scratch_bytes"),
+        *("decode", "write", "gather", "convert_blocks", "scratch_bytes"),
         *("bytes_of_blocks", "bytes_of_call", "bytes_of_tokens"),
     )
 )
@@ -63,19 +58,12 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Library:
-    """A loaded kernel.
-
-    Attributes:
-        handle: The loaded library.
-        isa: `avx512`, `avx2` or `portable`.
-        stem: What its file is called, without the digest of its bytes.
-        problems: Sentences that say which kept file was not loaded, and why this one is not kept.
-    """
+    """A loaded kernel."""
 
     handle: ctypes.CDLL
-    isa: str
-    stem: str
-    problems: tuple[str, ...] = ()
+    isa: str  # avx512, avx2 or portable
+    stem: str  # what its file is called, without the digest of its bytes
+    problems: tuple[str, ...] = ()  # sentences: why a kept file was not loaded, or this one is not kept
 
 
 def load() -> Library:
@@ -107,7 +95,7 @@ def load() -> Library:
             command = [*compiler, *_COMMON_FLAGS, *flags, *named]
             stem = f"cpu-{isa}-{_digest(command, version)}"
             try:
-                handle = _load_kept(folder, stem, problems)
+                handle = None if folder is None else _load_kept(folder, stem, problems)
                 if handle is None:
                     handle = _compile_and_load(folder, stem, command, problems)
             except BuildError as error:
@@ -133,20 +121,11 @@ def find_compiler() -> tuple[list[str], str]:
         raise BuildError(
             f"No C++ compiler: {tried}. Install one (e.g. `apt install g++`) for the fast CPU kernel."
         )
-    with _started([*compiler, "--version"], subprocess.PIPE) as process:
-        try:
-            version, messages = process.communicate(timeout=_VERSION_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise BuildError(
-                f"The compiler {compiler[0]!r} has not said its version after {_VERSION_TIMEOUT_S} s."
-            ) from error
-        _check_status(process, compiler, messages)
-    return compiler, version
+    return compiler, _run([[*compiler, "--version"]], "said its version", _VERSION_TIMEOUT_S)
 
 
 def _cpu_flags() -> set[str]:
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return set()
+    """Of an x86 CPU; where nothing tells them, none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -184,45 +163,6 @@ def _split_variable(name: str) -> list[str]:
         raise BuildError(f"{name} is {os.environ[name]!r}, which is no command line: {error}.") from error
 
 
-@contextlib.contextmanager
-def _started(
-    command: list[str], output: int | IO[str], folder: Path | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    """A compiler at work, its temporary files in a folder. It ends with the context, and all it started."""
-    environment = {**os.environ, "LC_ALL": "C"}
-    if folder is not None:
-        environment["TMPDIR"] = str(folder)
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            process_group=0,  # drivers such as g++ leave their parts running when they are killed
-        )
-    except (OSError, ValueError) as error:  # not executable, a null byte in its name
-        raise BuildError(f"The compiler {command[0]!r} does not run: {error}.") from error
-    with process:
-        try:
-            yield process
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def _check_status(process: subprocess.Popen[str], command: list[str], messages: str) -> None:
-    if process.returncode != 0:
-        lines = messages.strip().splitlines() or ["no message"]
-        why = next((line for line in lines if "error" in line), lines[-1])
-        raise BuildError(
-            f"The compiler {command[0]!r} failed with status {process.returncode}: {why.strip()}"
-        )
-
-
 def _digest(command: list[str], version: str) -> str:
     digest = hashlib.sha256("\0".join([*command, version, platform.machine()]).encode())
     for path in sorted([*_SOURCE_DIR.rglob("*.h"), *_SOURCE_DIR.rglob("*.cpp")]):
@@ -230,10 +170,8 @@ def _digest(command: list[str], version: str) -> str:
     return digest.hexdigest()[:20]
 
 
-def _load_kept(folder: LibraryFolder | None, stem: str, problems: list[str]) -> ctypes.CDLL | None:
+def _load_kept(folder: LibraryFolder, stem: str, problems: list[str]) -> ctypes.CDLL | None:
     """The library that an earlier process has kept, None if there is none that is whole and loads here."""
-    if folder is None:
-        return None
     try:
         for library in folder.libraries(stem, problems):
             with contextlib.suppress(OSError):  # of a machine that shares this folder, and not its loader
@@ -246,58 +184,45 @@ def _load_kept(folder: LibraryFolder | None, stem: str, problems: list[str]) -> 
 def _compile_and_load(
     folder: LibraryFolder | None, stem: str, command: list[str], problems: list[str]
 ) -> ctypes.CDLL:
-    """Compile in a private folder, keep the result where there is a folder for it, and load it.
+    """Compile, keep the result where there is a folder for it, and load it, from there if that can be.
 
-    Raises:
-        BuildError: What came out does not load, or nothing did.
+    Raises BuildError if nothing comes out, or what does not load.
     """
+    kept: LibraryFile | None = None
+    fault: OSError | None = None
     try:
         with private_folder() as private:
             path = private / f"{stem}.so"
             _compile(command, private, path)
-            handle = None if folder is None else _keep_and_load(folder, stem, path, problems)
-            return _load_compiled(path) if handle is None else handle
+            if folder is not None:
+                try:
+                    kept = folder.keep(stem, path)
+                    return _load_file(kept)
+                except OSError as error:
+                    fault = error
+            try:
+                handle = _load_file(LibraryFile(path))
+            except OSError as error:
+                if folder is not None and kept is not None:
+                    folder.remove(kept.path.name)
+                raise BuildError(f"The compiled kernel does not load: {error}.") from error
     except OSError as error:
         raise BuildError(f"The kernel cannot be compiled: {error}.") from error
-
-
-def _keep_and_load(folder: LibraryFolder, stem: str, path: Path, problems: list[str]) -> ctypes.CDLL | None:
-    """Keep a library and load it, from where it was compiled if it does not run from the folder.
-
-    Returns:
-        None if it cannot be kept.
-    """
-    try:
-        kept = folder.keep(stem, path)
-    except OSError as error:  # read only, or the disk is full
-        problems.append(f"{_NOT_KEPT}: {folder.path}: {reason_of(error)}.")
-        return None
-    try:
-        return _load_file(kept)
-    except OSError as error:  # libraries may not be run from there, or nowhere
-        fault = error
-    try:
-        handle = _load_compiled(path)
-    except BuildError:
-        folder.remove(kept)
-        raise
-    problems.append(
-        f"The compiled kernel loads, but not from {folder.path} ({reason_of(fault)}), so that "
-        "every process compiles it anew: let HF_PAGED_CACHE_DIR name a folder on a disk that is "
-        "mounted without `noexec`."
-    )
+    if folder is not None and fault is not None:
+        if kept is None:  # read only, or the disk is full
+            problem = f"{_NOT_KEPT}: {folder.path}: {reason_of(fault)}."
+        else:
+            problem = (
+                f"The compiled kernel loads, but not from {folder.path} ({reason_of(fault)}), so that every "
+                "process compiles it anew: let HF_PAGED_CACHE_DIR name a folder on a disk that is mounted "
+                "without `noexec`."
+            )
+        problems.append(problem)
     return handle
 
 
-def _load_compiled(path: Path) -> ctypes.CDLL:
-    try:
-        return _load_file(LibraryFile(path))
-    except OSError as error:
-        raise BuildError(f"The compiled kernel does not load: {error}.") from error
-
-
 def _load_file(library: LibraryFile) -> ctypes.CDLL:
-    """Load a library; raises `OSError` if that fails, or it lacks a function of the kernel."""
+    """Load a library; raises OSError if that fails, or it lacks a function of the kernel."""
     handle = library.load()
     if missing := [name for name in _EXPORTS if not hasattr(handle, name)]:
         raise OSError(f"it has no function {missing[0]}")
@@ -307,36 +232,57 @@ def _load_file(library: LibraryFile) -> ctypes.CDLL:
 def _compile(command: list[str], folder: Path, path: Path) -> None:
     """Compile the sources side by side in a folder, and link them to `path`."""
     objects = {str(_SOURCE_DIR / source): str(folder / f"{Path(source).stem}.o") for source in _SOURCES}
-    _run_all([[*command, "-c", source, "-o", to] for source, to in objects.items()], folder)
-    _run_all([[*command, *objects.values(), "-o", str(path)]], folder)
+    compiling = [[*command, "-c", source, "-o", to] for source, to in objects.items()]
+    linking = [*command, *objects.values(), "-o", str(path)]
+    for commands in (compiling, [linking]):
+        _run(commands, "finished", _COMPILE_TIMEOUT_S, folder)
     path.chmod(0o755)  # whatever the umask
 
 
-def _run_all(commands: list[list[str]], folder: Path) -> None:
-    """Run compilers side by side, one for each CPU, until all are done or one has failed."""
-    waiting = [*commands]
-    running: list[tuple[subprocess.Popen[str], list[str], IO[str], float]] = []
+def _run(commands: list[list[str]], deed: str, timeout_s: float, folder: Path | None = None) -> str:
+    """Run compilers side by side, and end them with all that they have started if one fails or is too slow.
+
+    Their temporary files go to a folder. Returns what the last of them has printed.
+    """
+    printed = ""
+    until = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
-        while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
-                command = waiting.pop(0)
-                log = stack.enter_context(_open_log(folder / f"{len(waiting)}.log"))
-                process = stack.enter_context(_started(command, log, folder))
-                running.append((process, command, log, time.monotonic() + _COMPILE_TIMEOUT_S))
-            time.sleep(0.01)
-            for run in [*running]:
-                process, command, log, until = run
-                if process.poll() is not None:
-                    running.remove(run)
-                    log.seek(0)
-                    _check_status(process, command, log.read())
-                elif time.monotonic() > until:
-                    raise BuildError(
-                        f"The compiler {command[0]!r} has not finished after {_COMPILE_TIMEOUT_S} s."
-                    )
+        started = [stack.enter_context(_started(command, folder)) for command in commands]
+        for command, process in zip(commands, started, strict=True):
+            try:
+                printed, messages = process.communicate(timeout=until - time.monotonic())
+            except subprocess.TimeoutExpired as error:
+                raise BuildError(
+                    f"The compiler {command[0]!r} has not {deed} after {timeout_s} s."
+                ) from error
+            if process.returncode != 0:
+                lines = (messages + printed).strip().splitlines() or ["no message"]
+                why = next((line for line in lines if "error" in line), lines[-1])
+                raise BuildError(
+                    f"The compiler {command[0]!r} failed with status {process.returncode}: {why.strip()}"
+                )
+    return printed
 
 
-def _open_log(path: Path) -> IO[str]:
-    """For what a compiler says: in memory where that can be, since it may say that the disk is full."""
-    target = os.memfd_create(path.name) if hasattr(os, "memfd_create") else path
-    return open(target, "w+", encoding="utf-8", errors="replace")
+@contextlib.contextmanager
+def _started(command: list[str], folder: Path | None) -> Iterator[subprocess.Popen[str]]:
+    """A compiler at work. It ends with the context, and all that it has started."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C", **({"TMPDIR": str(folder)} if folder else {})},
+            process_group=0,  # drivers such as g++ leave their parts running when they are killed
+        )
+    except (OSError, ValueError) as error:  # not executable, a null byte in its name
+        raise BuildError(f"The compiler {command[0]!r} does not run: {error}.") from error
+    with process:
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)

@@ -39,8 +39,7 @@ class FolderError(OSError):
 def cache_dir() -> Path:
     """The user's folder for what need not be made again; it may be missing.
 
-    Raises:
-        FolderError: The user has no home, or the environment names a relative path.
+    Raises FolderError if the user has no home, or the environment names a relative path.
     """
     variable = "HF_PAGED_CACHE_DIR"
     try:
@@ -66,23 +65,20 @@ def make(path: Path) -> None:
 def take_back(path: Path) -> bool:
     """Take a folder of kernels from the group that earlier versions let write to it, and empty it.
 
-    Nothing is done to a folder that is not this user's own, that all may write to, that holds anything beside
-    kernels, or that is a link or lies where all may replace it.
-
-    Returns:
-        Whether that was done.
-
-    Raises:
-        OSError: It cannot be opened or emptied.
+    Returns whether that was done. Nothing is done to a folder that is not this user's own, that all may write
+    to, that holds anything beside kernels, or that is a link or lies where others may replace it.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False  # which whoever opens it for use says better
     try:
-        found = os.fstat(handle)
+        found, above = os.fstat(handle), path.parent.stat()
         is_own = found.st_uid == os.geteuid() and _may_write(found) == stat.S_IWGRP
-        if not is_own or _is_open_to_all(path.parent) or not all(map(_is_of_kernels, os.listdir(handle))):
+        is_sticky = above.st_mode & stat.S_ISVTX
+        is_safe = above.st_uid in (0, os.geteuid()) and (is_sticky or not above.st_mode & stat.S_IWOTH)
+        of_kernels = (x.startswith("cpu-") and x.endswith((".so", _TEMPORARY)) for x in os.listdir(handle))
+        if not (is_own and is_safe and all(of_kernels)):
             return False
         # From here on nobody can add to it; the bit that stays has it refused if this is interrupted.
         os.fchmod(handle, 0o700 | stat.S_IWGRP)
@@ -120,28 +116,27 @@ class LibraryFolder:
     def libraries(self, stem: str, problems: list[str]) -> Iterator[LibraryFile]:
         """The whole libraries whose names begin with a stem. Damaged ones are removed.
 
-        Args:
-            stem: What the name begins with.
-            problems: Gets a sentence for each file of such a name that is not a whole library of this user.
+        `problems` gets a sentence for each file of such a name that is not a whole library of this user.
         """
-        names = (name for name in os.listdir(self._handle) if name.startswith(f"{stem}-"))
-        for name in sorted(name for name in names if name.endswith(".so")):
+        for name in sorted(os.listdir(self._handle)):
+            if not (name.startswith(f"{stem}-") and name.endswith(".so")):
+                continue
             try:
                 library = LibraryFile(self.path / name, self._handle)
             except OSError as error:
                 problems.append(f"{self.path / name} is not loaded: {reason_of(error)}.")
                 continue
-            if name == _kept_name(stem, library.digest):
+            if name == f"{stem}-{library.digest}.so":
                 yield library
                 continue
             library.close()
             problems.append(f"{self.path / name} is damaged, and replaced.")
-            self._unlink(name)
+            self.remove(name)
 
     def keep(self, stem: str, path: Path) -> LibraryFile:
         """A copy of a library for later processes, which is on disk as a whole before it gets its name."""
         content = path.read_bytes()
-        name = _kept_name(stem, hashlib.sha256(content).hexdigest())
+        name = f"{stem}-{hashlib.sha256(content).hexdigest()}.so"
         temporary = f"{stem}.{secrets.token_hex(8)}{_TEMPORARY}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self._handle)
@@ -154,22 +149,14 @@ class LibraryFolder:
                 os.fsync(descriptor)
             os.rename(temporary, name, src_dir_fd=self._handle, dst_dir_fd=self._handle)
         except BaseException:
-            self._unlink(temporary)
+            self.remove(temporary)
             raise
         with contextlib.suppress(OSError):  # some file systems cannot
             os.fsync(self._handle)
         return LibraryFile(self.path / name, self._handle)
 
-    def remove(self, library: LibraryFile) -> None:
-        """Take a library out again."""
-        self._unlink(library.path.name)
-
-    def check_writable(self) -> None:
-        """Raise `OSError` if nothing can be written here."""
-        with tempfile.TemporaryFile(dir=self.path):
-            pass
-
-    def _unlink(self, name: str) -> None:
+    def remove(self, name: str) -> None:
+        """Remove a file, if that can be."""
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self._handle)
 
@@ -179,10 +166,6 @@ class LibraryFile:
 
     Opening raises `OSError` if it cannot be read, is no regular file, or others may write to it. Where the
     descriptor of its folder is given it is found there, whatever its path leads to now.
-
-    Attributes:
-        path: Where it is, absolute.
-        digest: SHA-256 of its bytes, in hexadecimal.
     """
 
     def __init__(self, path: Path, folder: int | None = None) -> None:
@@ -245,10 +228,6 @@ def reason_of(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _kept_name(stem: str, digest: str) -> str:
-    return f"{stem}-{digest}.so"
-
-
 def _check_owner(found: os.stat_result, name: str) -> None:
     if found.st_uid not in (0, os.geteuid()):  # root can do all that this user can
         raise FolderError(f"{name} belongs to user {found.st_uid}, not to this one")
@@ -263,17 +242,6 @@ def _check_private(found: os.stat_result, name: str) -> None:
 def _may_write(found: os.stat_result) -> int:
     """Who may beside the owner: the bits of the group, and of all."""
     return found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _is_open_to_all(path: Path) -> bool:
-    """Whether others may put something else in the place of what lies in a folder."""
-    found = path.stat()
-    is_sticky = bool(found.st_mode & stat.S_ISVTX)
-    return found.st_uid not in (0, os.geteuid()) or (bool(found.st_mode & stat.S_IWOTH) and not is_sticky)
-
-
-def _is_of_kernels(name: str) -> bool:
-    return name.startswith("cpu-") and name.endswith((".so", _TEMPORARY))
 
 
 def _remove_stale(folder: int, now: float, *, prefix: str = "", suffix: str = "") -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_BLOCK_SIZE = 256
 """Tokens per block that the kernel has room for."""
 
-_ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 
 def _integers(names: str) -> tuple[tuple[str, type[c_int64]], ...]:
@@ -89,79 +89,71 @@ def _codes(kind: Any) -> str:
 
 def unsupported_reason(blocks: LayerBlocks) -> str | None:
     """None when the library takes these blocks, otherwise a sentence."""
-    keys, values, table = blocks.keys, blocks.values, blocks.table
-    for name, tensor in (("keys", keys), ("values", values), ("table", table)):
-        if tensor.device.type != "cpu":
+    keys, values, table, records, layout = (
+        blocks.keys,
+        blocks.values,
+        blocks.table,
+        blocks.records,
+        blocks.layout,
+    )
+    for name, tensor in {"keys": keys, "values": values, "table": table, "records": records}.items():
+        if tensor is not None and tensor.device.type != "cpu":
             return f"The C++ kernel reads CPU memory; {name} are on {tensor.device}."
-    if keys.dtype not in _ELEMENT_TYPES or values.dtype != keys.dtype:
-        return (
-            f"The C++ kernel takes float32, bfloat16 or float16 blocks, not {keys.dtype} and {values.dtype}."
-        )
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        return "The C++ kernel takes blocks whose rows of head_dim elements are contiguous."
-    if blocks.block_size > MAX_BLOCK_SIZE:
-        return f"The C++ kernel takes blocks of up to {MAX_BLOCK_SIZE} tokens, not {blocks.block_size}."
-    if table.dtype != torch.int32 or not table.is_contiguous():
-        return (
-            f"The C++ kernel takes a contiguous int32 table, not {table.dtype} with strides {table.stride()}."
-        )
-    records, layout = blocks.records, blocks.layout
-    if records is None or layout is None:
+    if keys.dtype not in ELEMENT_TYPES or keys.dtype == torch.bool or values.dtype != keys.dtype:
+        wanted, got = "float32, bfloat16 or float16 blocks", f"{keys.dtype} and {values.dtype}"
+    elif keys.stride(-1) != 1 or values.stride(-1) != 1:
+        wanted, got = "blocks whose rows of head_dim elements are contiguous", f"{keys.stride()} as strides"
+    elif blocks.block_size > MAX_BLOCK_SIZE:
+        wanted, got = f"blocks of up to {MAX_BLOCK_SIZE} tokens", str(blocks.block_size)
+    elif table.dtype != torch.int32 or not table.is_contiguous():
+        wanted, got = "a contiguous int32 table", f"{table.dtype} with strides {table.stride()}"
+    elif records is None or layout is None:
         return None
-    for codec in (layout.format.keys, layout.format.values):
-        if codec.kernel_id == 0:
-            return f"The C++ kernel does not know the codec {codec.name!r}."
-    if records.dtype != torch.uint8 or records.device.type != "cpu" or records.stride(-1) != 1:
-        return (
-            f"The C++ kernel takes contiguous bytes in CPU memory, not {records.dtype} on {records.device}."
-        )
-    return None
+    elif unknown := [one.name for one in (layout.format.keys, layout.format.values) if one.kernel_id == 0]:
+        return f"The C++ kernel does not know the codec {unknown[0]!r}."
+    elif records.dtype != torch.uint8 or records.stride(-1) != 1:
+        wanted, got = "contiguous bytes as records", f"{records.dtype} with strides {records.stride()}"
+    else:
+        return None
+    return f"The C++ kernel takes {wanted}, not {got}."
 
 
 def blocks_struct(blocks: LayerBlocks) -> bytes:
     """The struct of blocks that are supported; holds good until a tensor of theirs is replaced."""
-    keys, values, offsets = blocks.keys, blocks.values, blocks.offsets
+    keys, values, records, layout = blocks.keys, blocks.values, blocks.records, blocks.layout
+    offsets = blocks.offsets
+    batch, max_blocks = blocks.table.shape
     if values.shape[:3] != keys.shape[:3]:
         raise AssertionError(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not of the same blocks"
         )
-    num_blocks, kv_heads, block_size, _ = keys.shape
-    batch, max_blocks = blocks.table.shape
     if offsets is not None and (
         offsets.shape != (batch,) or offsets.dtype != torch.int32 or not offsets.is_contiguous()
     ):
         raise AssertionError(f"offsets {tuple(offsets.shape)} {offsets.dtype} are not int32 of {batch} rows")
-    records, layout = blocks.records, blocks.layout
-    if records is None or layout is None:
-        layout, of_records = None, Records()
-    else:
-        _check_records(records, layout, keys, values)
+    of_records = Records()
+    if records is not None and layout is not None:
+        shape = (layout.block_size, layout.head_dim, layout.v_head_dim)
+        if shape != (*keys.shape[2:], values.shape[3]) or records.shape[1:] != (keys.shape[1], layout.nbytes):
+            raise AssertionError(
+                f"records {tuple(records.shape)} of {layout} do not belong to keys {tuple(keys.shape)} and "
+                f"values {tuple(values.shape)}"
+            )
         of_records = Records(records.data_ptr(), *records.shape[:1], *records.stride()[:2], layout.nbytes)
     packed = Blocks(
         keys=_side(keys, "keys", layout),
         values=_side(values, "values", layout),
         table=blocks.table.data_ptr(),
         offsets=0 if offsets is None else offsets.data_ptr(),
-        element_type=_ELEMENT_TYPES[keys.dtype],
-        num_blocks=num_blocks,
+        element_type=ELEMENT_TYPES[keys.dtype],
+        num_blocks=keys.shape[0],
         batch=batch,
         max_blocks=max_blocks,
-        kv_heads=kv_heads,
-        block_size=block_size,
+        kv_heads=keys.shape[1],
+        block_size=keys.shape[2],
         records=of_records,
     )
     return bytes(packed)
-
-
-def _check_records(
-    records: torch.Tensor, layout: RecordFormat, keys: torch.Tensor, values: torch.Tensor
-) -> None:
-    shape = (layout.block_size, layout.head_dim, layout.v_head_dim)
-    if shape != (*keys.shape[2:], values.shape[3]) or records.shape[1:] != (keys.shape[1], layout.nbytes):
-        raise AssertionError(
-            f"records {tuple(records.shape)} of {layout} do not belong to keys {tuple(keys.shape)} and "
-            f"values {tuple(values.shape)}"
-        )
 
 
 def _side(pool: torch.Tensor, name: SideName, layout: RecordFormat | None) -> Side:

@@ -49,12 +49,12 @@ struct Blocks {
   Side keys, values;
   const int32_t* table;    // [batch, max_blocks]
   const int32_t* offsets;  // null, or [batch]: columns before the first that is stored
-  int64_t element_type;    // of K, V, queries and outputs
+  int64_t element_type;    // of K, V, queries and outputs; not kBool
   int64_t num_blocks, batch, max_blocks, kv_heads, block_size;
   Records records;
 };
 
-enum MaskType : int64_t { kNoMask = 0, kBoolMask = 1, kFloat32Mask = 2, kBFloat16Mask = 3, kFloat16Mask = 4 };
+enum ElementType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kBool = 3 };
 
 // One attention call over columns [start, end).
 struct Call {
@@ -69,7 +69,7 @@ struct Call {
   int64_t window;       // 0: none
   int64_t causal;       // 0 or 1
   int64_t first_query;  // column of query 0
-  const char* mask;     // [batch, q_heads, q_tokens, end - start] by strides, which may be 0
+  const char* mask;     // null, or [batch, q_heads, q_tokens, end - start] by strides, which may be 0
   int64_t mask_type;
   int64_t mask_batch_stride, mask_head_stride, mask_query_stride, mask_token_stride;
   int64_t threads;

@@ -1,5 +1,4 @@
-// Dot products on the bytes of records (AVX-512 VNNI): keys with queries, here; weights with values, in
-// spread.h.
+// Dot products of keys, as bytes of records, with queries (AVX-512 VNNI); spread.h has those of values.
 //
 // A query becomes 16-bit integers relative to its largest channel, as two bytes: q = unit * (256 high + low).
 // The instruction multiplies unsigned bytes with signed ones and adds four neighbours, so a dot product is
@@ -10,13 +9,21 @@
 #include "../storage/codes.h"
 #include "tile.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define PAGED_HAS_DOTS 1
-
 namespace paged {
 
 constexpr int64_t kMaxIntegerDim = 512;
 constexpr int kVecBytes = 64;
+
+// Layout of a query: high bytes, low bytes, IntegerQuery. Of nibbles the channels of the low bits come first
+// in each run of bytes, and those of the high bits in the middle of it. All at constant distances, which
+// leaves registers to the loops that read them.
+constexpr int64_t kTermBytes = kMaxIntegerDim;
+constexpr int64_t kUpperBytes = kTermBytes / 2;
+constexpr int64_t kQueryBytes = 2 * kTermBytes + kVecBytes;
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define PAGED_HAS_DOTS 1
+
 constexpr float kQuerySteps = 32639.0f;  // 127 * 256 + 127
 constexpr float kSmallestTop = 1e-30f;   // below it the inverse of a unit would overflow, and all is nothing
 
@@ -34,6 +41,10 @@ inline __mmask16 first_lanes(int64_t count) {
   return static_cast<__mmask16>(count >= kLanes ? 0xffff : (1 << count) - 1);
 }
 
+inline __m512 widen_halves(const uint16_t* p, __mmask16 mask) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+}
+
 // acc + products of unsigned and signed bytes, four neighbours a lane. Written in assembly because GCC copies
 // accumulators of the intrinsic to and fro, and runs out of registers.
 inline __m512i dot_bytes(__m512i acc, __m512i unsigned_bytes, __m512i signed_bytes) {
@@ -49,8 +60,7 @@ inline __m512i dot_bytes(__m512i acc, __m512i unsigned_bytes, const char* four_s
   return acc;
 }
 
-// The larger of each lane of `top`, bits of magnitudes, and of v: floats are ordered as their bits are, and
-// above infinity is NaN.
+// The larger of each lane of `top`, bits of magnitudes, and of v: floats are ordered as their bits, NaN last.
 inline __m512i larger_size(__m512i top, Vec v) {
   return _mm512_max_epi32(top, _mm512_and_si512((__m512i)v, _mm512_set1_epi32(0x7fffffff)));
 }
@@ -69,11 +79,13 @@ inline float unit_of(const float* x, int64_t count, float steps, float& inverse_
   return unit_of(top, steps, inverse_unit);
 }
 
-// Writes high and low bytes of x / unit; returns the sum of the integers.
-inline int32_t split_bytes(const float* x, int64_t count, float inverse_unit, int8_t* high, int8_t* low) {
+// Writes high and low bytes of `count` x / unit, then zeros up to place `end`. Returns the integers' sum.
+inline int32_t split_bytes(const float* x, int64_t count, int64_t end, float inverse_unit, int8_t* high,
+                           int8_t* low) {
   __m512i sum = _mm512_setzero_si512();
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const __m512i q = _mm512_cvtps_epi32((__m512)(load(x + i) * inverse_unit));
+  for (int64_t i = 0; i < end; i += kLanes) {
+    const Vec v = (Vec)_mm512_maskz_loadu_ps(first_lanes(count - i), x + i);
+    const __m512i q = _mm512_cvtps_epi32((__m512)(v * inverse_unit));
     const __m512i top = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i), _mm512_cvtepi32_epi8(top));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(q));
@@ -82,35 +94,19 @@ inline int32_t split_bytes(const float* x, int64_t count, float inverse_unit, in
   return _mm512_reduce_add_epi32(sum);
 }
 
-// Layout of a query: high bytes, low bytes, IntegerQuery. Of nibbles the channels of the low bits come first
-// in each run of bytes, and those of the high bits in the middle of it. All at constant distances, which
-// leaves registers to the loops that read them.
-constexpr int64_t kTermBytes = kMaxIntegerDim;
-constexpr int64_t kUpperBytes = kTermBytes / 2;
-constexpr int64_t kQueryBytes = 2 * kTermBytes + kVecBytes;
-
 // `x` is padded with zeros up to whole vectors.
 template <bool kNibbles>
 void prepare_integer_query(const float* x, int64_t dim, char* prepared) {
-  const int64_t half = (dim + 1) / 2, count = round_up(dim, kLanes);
+  const int64_t first = kNibbles ? (dim + 1) / 2 : dim;  // channels that begin a run
   float inverse_unit;
-  IntegerQuery query = {unit_of(x, count, kQuerySteps, inverse_unit), 0};
+  IntegerQuery query = {unit_of(x, dim, kQuerySteps, inverse_unit), 0};
   int8_t* high = reinterpret_cast<int8_t*>(prepared);
   int8_t* low = high + kTermBytes;
-  if constexpr (!kNibbles) {
-    query.sum = split_bytes(x, count, inverse_unit, high, low);
-  } else if (half % kLanes == 0) {
-    split_bytes(x, half, inverse_unit, high, low);
-    split_bytes(x + half, half, inverse_unit, high + kUpperBytes, low + kUpperBytes);
+  const int32_t sum = split_bytes(x, first, first, inverse_unit, high, low);
+  if constexpr (kNibbles) {
+    split_bytes(x + first, dim - first, first, inverse_unit, high + kUpperBytes, low + kUpperBytes);
   } else {
-    int8_t bytes[2 * kTermBytes] = {};
-    split_bytes(x, count, inverse_unit, bytes, bytes + kTermBytes);
-    std::memset(prepared, 0, 2 * kTermBytes);
-    for (int term = 0; term < 2; ++term) {
-      const int8_t* from = bytes + term * kTermBytes;
-      std::memcpy(high + term * kTermBytes, from, static_cast<std::size_t>(half));
-      std::memcpy(high + term * kTermBytes + kUpperBytes, from + half, static_cast<std::size_t>(dim - half));
-    }
+    query.sum = sum;
   }
   std::memcpy(prepared + 2 * kTermBytes, &query, sizeof query);
 }
@@ -124,8 +120,7 @@ inline IntegerQuery integer_query(const char* prepared) {
 inline __m512i low_nibbles(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline __m512i high_nibbles(__m512i v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
 
-// Keeps the compiler from deriving addresses from one another's, of which it makes more than there are
-// registers.
+// Keeps the compiler from deriving more addresses from one another's than there are registers.
 template <class T>
 inline T* opaque(T* p) {
   asm("" : "+r"(p));
@@ -206,6 +201,6 @@ void score_codes(const char* queries, const uint8_t* codes, int64_t code_bytes, 
   }
 }
 
-}  // namespace paged
-
 #endif
+
+}  // namespace paged

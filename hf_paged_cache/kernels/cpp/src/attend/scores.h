@@ -24,15 +24,10 @@ struct PairDot {
   static void accumulate(Vec& acc, Pair q, Keys k) { acc = acc + q.a * k.a + q.b * k.b; }
 };
 
-template <class Element>
-struct DotOf {
-  using type = PairDot<Element>;
-};
-
 #if defined(__AVX512BF16__)
-// vdpbf16ps multiplies pairs of bfloat16 exactly and adds in float: no widening, and the query stays as it
-// came.
-struct BFloat16Dot {
+// vdpbf16ps multiplies pairs of bfloat16 exactly and adds in float: the query stays as it came.
+template <>
+struct PairDot<BFloat16> {
   using Type = BFloat16::Type;
   using Keys = __m512i;
   static constexpr int kQueryFloats = kLanes;
@@ -47,30 +42,21 @@ struct BFloat16Dot {
     acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)q, (__m512bh)k);
   }
 };
-
-template <>
-struct DotOf<BFloat16> {
-  using type = BFloat16Dot;
-};
 #endif
 
 // Floats that a prepared query of `dim` elements takes.
 template <class Element>
 constexpr int64_t prepared_query_floats(int64_t dim) {
-  return round_up(dim, kPair) / kPair * DotOf<Element>::type::kQueryFloats;
+  return round_up(dim, kPair) / kPair * PairDot<Element>::kQueryFloats;
 }
 
 // Writes one query in the lane order of its keys, padded with zeros.
 template <class Element>
 void prepare_query(const typename Element::Type* query, int dim, float* prepared) {
-  using Dot = typename DotOf<Element>::type;
-  const int pairs = dim / kPair;
-  for (int c = 0; c < pairs; ++c) {
-    Dot::store_query(prepared + c * Dot::kQueryFloats, Dot::load_keys(query + c * kPair));
-  }
-  if (dim % kPair != 0) {
-    Dot::store_query(prepared + pairs * Dot::kQueryFloats,
-                     Dot::load_first_keys(query + pairs * kPair, dim % kPair));
+  using Dot = PairDot<Element>;
+  for (int c = 0; c < dim; c += kPair, prepared += Dot::kQueryFloats) {
+    const auto* from = query + c;
+    Dot::store_query(prepared, c + kPair <= dim ? Dot::load_keys(from) : Dot::load_first_keys(from, dim - c));
   }
 }
 
@@ -80,13 +66,12 @@ constexpr int tokens_together(int queries) { return queries == 3 ? 4 : (kLanes =
 constexpr int kScoreSlack = 16;  // floats past the last token that `score_tile` may overwrite
 constexpr int kScoreStride = kMaxBlockSize + kScoreSlack;  // floats between the scores of two queries
 
-// scores[r * kScoreStride + t] = query r · key t, for R queries and `tokens` keys (unscaled).
-//
-// Lines at `prefetch_bytes` from the keys read are prefetched.
+// scores[r * kScoreStride + t] = query r · key t, for R queries and `tokens` keys (unscaled). Lines at
+// `prefetch_bytes` from the keys read are prefetched.
 template <class Element, int R>
 void score_tile(Vectors<const float> queries, Vectors<const typename Element::Type> keys, int tokens, int dim,
                 float* scores, int64_t prefetch_bytes) {
-  using Dot = typename DotOf<Element>::type;
+  using Dot = PairDot<Element>;
   constexpr int T = tokens_together(R);
   constexpr int kPieceBytes = kPair * sizeof(typename Element::Type);
   const int pairs = dim / kPair;
@@ -97,24 +82,17 @@ void score_tile(Vectors<const float> queries, Vectors<const typename Element::Ty
     for (int j = 0; j < T; ++j) key[j] = keys[t + j < tokens ? t + j : tokens - 1];
     Vec acc[R * T];
     PAGED_UNROLLED(i, R * T) acc[i] = Vec{};
-    for (int c = 0; c < pairs; ++c) {
+    const auto multiply = [&](int c, auto load_keys) __attribute__((always_inline)) {
       decltype(Dot::load_query(queries.first)) query[R];
       PAGED_UNROLLED(r, R) query[r] = Dot::load_query(queries[r] + c * Dot::kQueryFloats);
       PAGED_UNROLLED(j, T) {
-        const auto k = Dot::load_keys(key[j] + c * kPair);
+        const auto k = load_keys(key[j] + c * kPair);
         prefetch_piece(moved(key[j] + c * kPair, prefetch_bytes), kPieceBytes, c);
         PAGED_UNROLLED(r, R) Dot::accumulate(acc[r * T + j], query[r], k);
       }
-    }
-    if (rest != 0) {
-      PAGED_UNROLLED(j, T) {
-        const auto k = Dot::load_first_keys(key[j] + pairs * kPair, rest);
-        prefetch_piece(moved(key[j] + pairs * kPair, prefetch_bytes), kPieceBytes, pairs);
-        PAGED_UNROLLED(r, R) {
-          Dot::accumulate(acc[r * T + j], Dot::load_query(queries[r] + pairs * Dot::kQueryFloats), k);
-        }
-      }
-    }
+    };
+    for (int c = 0; c < pairs; ++c) multiply(c, Dot::load_keys);
+    if (rest != 0) multiply(pairs, [&](const auto* k) { return Dot::load_first_keys(k, rest); });
     float sums[R * T + kScoreSlack];
     store_sums<R * T>(acc, sums);
     for (int r = 0; r < R; ++r) std::memcpy(scores + r * kScoreStride + t, sums + r * T, T * sizeof(float));

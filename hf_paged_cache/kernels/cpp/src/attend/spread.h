@@ -14,16 +14,17 @@
 
 #include "dots.h"
 
-#if defined(PAGED_HAS_DOTS)
-
 namespace paged {
 
-constexpr float kWeightSteps = 65535.0f;
 constexpr int kQuad = 4;  // tokens whose bytes are neighbours
 
 inline int64_t spread_bytes(int64_t block_size, int64_t dim) {
   return round_up(block_size, kQuad) * round_up(dim, kVecBytes);
 }
+
+#if defined(PAGED_HAS_DOTS)
+
+constexpr float kWeightSteps = 65535.0f;
 
 inline void spread_quad(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* out) {
   const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b);
@@ -34,66 +35,41 @@ inline void spread_quad(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* out
   _mm512_store_si512(out + 3 * kVecBytes, _mm512_unpackhi_epi16(ab_high, cd_high));
 }
 
-// Codes of four tokens; past the last token, the last one again (its weight is 0).
-inline void codes_of_quad(const uint8_t* codes, int64_t code_bytes, int t, int tokens, const uint8_t** four) {
-  for (int i = 0; i < kQuad; ++i) four[i] = codes + code_bytes * (t + i < tokens ? t + i : tokens - 1);
-}
-
-// Layout of `out`: chunks of 64 channels; in a chunk the quads, each four vectors.
-inline void spread_int8(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out, int64_t prefetch_bytes) {
+// Bytes of codes, or their nibbles as bytes up to 15. Layout of `out`: chunks of 64 channels; in a chunk the
+// quads, each four vectors.
+template <bool kNibbles>
+void spread(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out, int64_t prefetch_bytes) {
   const int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
+  const int64_t code_bytes = kNibbles ? (dim + 1) / 2 : dim;
   for (int t = 0; t < tokens; t += kQuad) {
-    const uint8_t* four[kQuad];
-    codes_of_quad(codes, dim, t, tokens, four);
-    prefetch_lines(moved(four[0], prefetch_bytes), kQuad * dim);
+    const uint8_t* four[kQuad];  // past the last token, the last one again (its weight is 0)
+    for (int i = 0; i < kQuad; ++i) four[i] = codes + code_bytes * std::min(t + i, tokens - 1);
+    prefetch_lines(moved(four[0], prefetch_bytes), kQuad * code_bytes);
     uint8_t* to = out + t * kVecBytes;
     for (int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
       const __mmask64 mask = first_bytes(dim - c);
       __m512i v[kQuad];
-      PAGED_UNROLLED(i, kQuad) v[i] = _mm512_maskz_loadu_epi8(mask, four[i] + c);
-      spread_quad(v[0], v[1], v[2], v[3], to);
-    }
-  }
-}
-
-// Nibbles become bytes 0…15. When half a token is not whole vectors, tokens are put together before they are
-// spread.
-inline void spread_nibbles(const uint8_t* codes, int64_t dim, int tokens, uint8_t* out,
-                           int64_t prefetch_bytes) {
-  const int64_t chunk_bytes = round_up(tokens, kQuad) * kVecBytes;
-  const int64_t code_bytes = (dim + 1) / 2;
-  for (int t = 0; t < tokens; t += kQuad) {
-    const uint8_t* four[kQuad];
-    codes_of_quad(codes, code_bytes, t, tokens, four);
-    prefetch_lines(moved(four[0], prefetch_bytes), kQuad * code_bytes);
-    uint8_t* to = out + t * kVecBytes;
-    __m512i v[kQuad];
-    if (code_bytes == kVecBytes / 2) {
-      // The same 32 bytes twice, those in the upper half moved by four bits.
-      const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-      PAGED_UNROLLED(i, kQuad) {
-        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(four[i]));
-        v[i] = low_nibbles(_mm512_srlv_epi16(_mm512_broadcast_i64x4(bytes), shifts));
+      if (!kNibbles) {
+        PAGED_UNROLLED(i, kQuad) v[i] = _mm512_maskz_loadu_epi8(mask, four[i] + c);
+      } else if (c + kVecBytes <= code_bytes) {
+        PAGED_UNROLLED(i, kQuad) v[i] = low_nibbles(_mm512_loadu_si512(four[i] + c));
+      } else if (c >= code_bytes) {
+        PAGED_UNROLLED(i, kQuad) v[i] = high_nibbles(_mm512_maskz_loadu_epi8(mask, four[i] + c - code_bytes));
+      } else if (code_bytes == kVecBytes / 2) {
+        // The same 32 bytes twice, those in the upper half moved by four bits.
+        const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+        PAGED_UNROLLED(i, kQuad) {
+          const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(four[i]));
+          v[i] = low_nibbles(_mm512_srlv_epi16(_mm512_broadcast_i64x4(bytes), shifts));
+        }
+      } else {  // low bits of the last bytes, then high bits of the first ones
+        const __mmask64 low = first_bytes(code_bytes - c), high = mask & ~low;
+        PAGED_UNROLLED(i, kQuad) {
+          v[i] = low_nibbles(_mm512_maskz_loadu_epi8(low, four[i] + c)) |
+                 high_nibbles(_mm512_maskz_loadu_epi8(high, four[i] + c - code_bytes));
+        }
       }
       spread_quad(v[0], v[1], v[2], v[3], to);
-    } else if (code_bytes % kVecBytes == 0) {
-      for (int64_t c = 0; c < code_bytes; c += kVecBytes, to += chunk_bytes) {
-        PAGED_UNROLLED(i, kQuad) v[i] = _mm512_loadu_si512(four[i] + c);
-        spread_quad(low_nibbles(v[0]), low_nibbles(v[1]), low_nibbles(v[2]), low_nibbles(v[3]), to);
-        spread_quad(high_nibbles(v[0]), high_nibbles(v[1]), high_nibbles(v[2]), high_nibbles(v[3]),
-                    to + code_bytes / kVecBytes * chunk_bytes);
-      }
-    } else {
-      uint8_t whole[kQuad][2 * kMaxIntegerDim];
-      for (int i = 0; i < kQuad; ++i) {
-        for (int64_t c = 0; c < code_bytes; ++c) whole[i][c] = four[i][c] & 15;
-        for (int64_t c = 0; c < dim - code_bytes; ++c) whole[i][code_bytes + c] = four[i][c] >> 4;
-      }
-      for (int64_t c = 0; c < dim; c += kVecBytes, to += chunk_bytes) {
-        const __mmask64 mask = first_bytes(dim - c);
-        for (int i = 0; i < kQuad; ++i) v[i] = _mm512_maskz_loadu_epi8(mask, whole[i] + c);
-        spread_quad(v[0], v[1], v[2], v[3], to);
-      }
     }
   }
 }
@@ -108,15 +84,15 @@ struct ByteWeights {
 
   // From `weights`, of which a 0 hides its token, whatever the token's scale is. `zeros` may be null. Scales
   // and zeros are halves, one a token.
-  void set(const float* weights, const uint16_t* scales, const uint16_t* zeros, int tokens) {
+  ByteWeights(const float* weights, const uint16_t* scales, const uint16_t* zeros, int tokens) {
     alignas(64) float scaled[R][kMaxBlockSize];
     Vec sums[R] = {};
     __m512i tops[R];
     PAGED_UNROLLED(r, R) tops[r] = _mm512_setzero_si512();
     for (int t = 0; t < tokens; t += kLanes) {
       const __mmask16 there = first_lanes(tokens - t);
-      const __m512 scale = halves(scales + t, there);
-      const __m512 shift = zeros == nullptr ? _mm512_setzero_ps() : halves(zeros + t, there);
+      const __m512 scale = widen_halves(scales + t, there);
+      const __m512 shift = zeros == nullptr ? _mm512_setzero_ps() : widen_halves(zeros + t, there);
       PAGED_UNROLLED(r, R) {
         const __m512 weight = (__m512)load(weights + r * kScoreStride + t);
         const __mmask16 visible = _mm512_mask_cmp_ps_mask(there, weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
@@ -137,11 +113,6 @@ struct ByteWeights {
         _mm_store_si128(reinterpret_cast<__m128i*>(low[r] + t), _mm512_cvtepi32_epi8(q));
       }
     }
-  }
-
- private:
-  static __m512 halves(const uint16_t* p, __mmask16 mask) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
   }
 };
 
@@ -184,6 +155,6 @@ void add_spread(const ByteWeights<R>& weights, const uint8_t* spread, int64_t di
   }
 }
 
-}  // namespace paged
-
 #endif
+
+}  // namespace paged

@@ -1,8 +1,8 @@
-// Attention of a few queries over one tile: one block's keys and values of one kv head.
+// Attention of a few queries over one tile: one block's keys and values of one kv head. Weights are relative
+// to the largest score so far (Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018).
 #pragma once
 
 #include "mask.h"
-#include "online_softmax.h"
 #include "scores.h"
 #include "values.h"
 
@@ -10,15 +10,48 @@ namespace paged {
 
 constexpr int kMaxQueries = 4;  // that share one pass over a tile
 
+struct Softmax {
+  float top = -kInfinity;  // largest score so far
+  float total = 0.0f;      // sum of exp(score - top)
+};
+
+// What scores are measured from. Where all are -inf it is finite, so that weights are 0, not NaN.
+inline float base_of(float top) { return top == -kInfinity ? 0.0f : top; }
+
+// Replaces `count` scores (a multiple of kLanes) by exp(score - new top). Returns the factor that brings sums
+// taken before this step to the new top.
+inline float to_weights_of(float* scores, int count, Softmax& state) {
+  Vec best = splat(state.top);
+  for (int t = 0; t < count; t += kLanes) best = maximum(best, load(scores + t));
+  const float top = max_of(best);
+  const Vec base = splat(base_of(top));
+  Vec sum = {};
+  for (int t = 0; t < count; t += kLanes) {
+    const Vec weight = exp_nonpositive(load(scores + t) - base);
+    store(scores + t, weight);
+    sum = sum + weight;
+  }
+  const float factor = top == state.top ? 1.0f : std::exp(state.top - base_of(top));
+  state.total = state.total * factor + sum_of(sum);
+  state.top = top;
+  return factor;
+}
+
 // The tokens of one block that any query of the call may see.
+struct VisibleBlock {
+  int32_t entry;  // of the table
+  bool masked;    // whether the mask says anything about these tokens
+  int64_t first;  // column of the first token
+  int64_t slot;   // of it, in the block
+  int tokens;
+};
+
+// The same of one kv head, in the model's dtype.
 template <class Element>
 struct Tile {
+  VisibleBlock block;
   Vectors<const typename Element::Type> keys, values;
-  int64_t first;  // column of the first token
-  int tokens;
-  bool masked;  // whether the mask says anything about these tokens
-  // Distances to the tile that is read next.
-  int64_t key_prefetch_bytes, value_prefetch_bytes;
+  int64_t key_prefetch_bytes = 0, value_prefetch_bytes = 0;  // distances to the tile that is read next
 };
 
 // Consecutive queries of one kv head. Number `first + r` is token (first + r) / group of query head kv_head *
@@ -30,18 +63,31 @@ struct Queries {
   Softmax* softmax;
 };
 
-// Calls f(first query, number of queries) until all are done: up to kMaxQueries at once, as even as can be: 5
-// are 3 + 2, not 4 + 1.
+// What a task leaves behind, for each query of the batch row, kv head by kv head.
+struct Partial {
+  Vectors<float> sums;  // unnormalised
+  Softmax* softmax;
+};
+
+// Calls f(queries, their number) until all queries of a kv head, `count` of the row's, are done: up to
+// kMaxQueries at once, as even as can be: 5 are 3 + 2, not 4 + 1.
 template <class F>
-void by_passes(int64_t queries, F f) {
-  int64_t passes = (queries + kMaxQueries - 1) / kMaxQueries;
-  for (int64_t first = 0; passes > 0; --passes) {
-    const int64_t count = (queries - first + passes - 1) / passes;
-    if (count == 1) f(first, std::integral_constant<int, 1>());
-    if (count == 2) f(first, std::integral_constant<int, 2>());
-    if (count == 3) f(first, std::integral_constant<int, 3>());
-    if (count == 4) f(first, std::integral_constant<int, 4>());
-    first += count;
+void by_passes(int64_t count, int64_t b, int64_t h, Vectors<const float> prepared, const Partial& into, F f) {
+  int64_t first = 0;
+  for (int64_t passes = (count + kMaxQueries - 1) / kMaxQueries; passes > 0; --passes) {
+    const int64_t together = (count - first + passes - 1) / passes;
+    const int64_t index = h * count + first;
+    const Queries queries = {b,
+                             h,
+                             first,
+                             {prepared[index], prepared.stride},
+                             {into.sums[index], into.sums.stride},
+                             into.softmax + index};
+    if (together == 1) f(queries, std::integral_constant<int, 1>());
+    if (together == 2) f(queries, std::integral_constant<int, 2>());
+    if (together == 3) f(queries, std::integral_constant<int, 3>());
+    if (together == 4) f(queries, std::integral_constant<int, 4>());
+    first += together;
   }
 }
 
@@ -58,23 +104,22 @@ class TileAttention {
   template <class Element, int R>
   void attend(const Tile<Element>& tile, const Queries& queries) const {
     alignas(64) float scores[R * kScoreStride];
-    score_tile<Element, R>(queries.prepared, tile.keys, tile.tokens, key_dim_, scores,
+    score_tile<Element, R>(queries.prepared, tile.keys, tile.block.tokens, key_dim_, scores,
                            tile.key_prefetch_bytes);
-    const bool hidden = to_weights<R>(scores, tile.first, tile.tokens, tile.masked, queries);
+    const bool hidden = to_weights<R>(scores, tile.block, queries);
     add<Element, R>(scores, hidden, tile, queries);
   }
 
-  // Turns dot products into weights, and brings the sums to the new top. Returns whether any query does not
-  // see some token.
+  // Turns dot products into weights, and brings the sums to the new top. Returns whether any token is hidden.
   template <int R>
-  bool to_weights(float* scores, int64_t first, int tokens, bool masked, const Queries& queries) const {
-    const int padded = static_cast<int>(round_up(tokens, kLanes));
+  bool to_weights(float* scores, const VisibleBlock& block, const Queries& queries) const {
+    const int padded = static_cast<int>(round_up(block.tokens, kLanes));
     bool hidden = false;
     for (int r = 0; r < R; ++r) {
       float* own = scores + r * kScoreStride;
       finish_scores(own, padded);
-      hidden |= mask(first, tokens, masked, queries, r, own);
-      for (int t = tokens; t < padded; ++t) own[t] = -kInfinity;
+      hidden |= mask(block, queries, r, own);
+      for (int t = block.tokens; t < padded; ++t) own[t] = -kInfinity;
       const float factor = to_weights_of(own, padded, queries.softmax[r]);
       if (factor == 1.0f) continue;
       float* sums = queries.sums[r];
@@ -87,7 +132,7 @@ class TileAttention {
   template <class Element, int R>
   void add(const float* weights, bool hidden, const Tile<Element>& tile, const Queries& queries) const {
     if (hidden) return add_visible<Element, R>(weights, tile, queries.sums);
-    add_values<Element, R>(weights, tile.values, tile.tokens, value_dim_, queries.sums,
+    add_values<Element, R>(weights, tile.values, tile.block.tokens, value_dim_, queries.sums,
                            tile.value_prefetch_bytes);
   }
 
@@ -102,20 +147,20 @@ class TileAttention {
   }
 
   // Hides what query r must not see by causality, window and mask. Returns whether anything is hidden.
-  bool mask(int64_t first, int tokens, bool masked, const Queries& queries, int r, float* scores) const {
-    const int64_t query = queries.first + r;
+  bool mask(const VisibleBlock& block, const Queries& queries, int r, float* scores) const {
+    const int64_t first = block.first, query = queries.first + r;
     const int64_t token = query / group_;
     const int64_t position = call_.first_query + token;
     bool hidden = false;
-    if (masked) {
+    if (block.masked) {
       const int64_t head = queries.kv_head * group_ + query % group_;
-      hidden = mask_query(call_, queries.batch_row, head, token, first - call_.start, tokens, scores);
+      hidden = mask_query(call_, queries.batch_row, head, token, first - call_.start, block.tokens, scores);
     }
-    for (int t = 0; call_.window != 0 && t < tokens && first + t <= position - call_.window; ++t) {
+    for (int t = 0; call_.window != 0 && t < block.tokens && first + t <= position - call_.window; ++t) {
       scores[t] = -kInfinity;
       hidden = true;
     }
-    for (int t = tokens - 1; call_.causal && t >= 0 && first + t > position; --t) {
+    for (int t = block.tokens - 1; call_.causal && t >= 0 && first + t > position; --t) {
       scores[t] = -kInfinity;
       hidden = true;
     }
@@ -133,9 +178,9 @@ class TileAttention {
       }
       return queries;
     };
-    for (int t = 0, stop; t < tile.tokens; t = stop) {
+    for (int t = 0, stop; t < tile.block.tokens; t = stop) {
       const unsigned queries = visible_to(t);
-      for (stop = t + 1; stop < tile.tokens && visible_to(stop) == queries; ++stop) {
+      for (stop = t + 1; stop < tile.block.tokens && visible_to(stop) == queries; ++stop) {
       }
       const Vectors<const typename Element::Type> values = {tile.values[t], tile.values.stride};
       if (queries == (1u << R) - 1u) {

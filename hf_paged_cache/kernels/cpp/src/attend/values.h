@@ -39,8 +39,7 @@ void add_columns(const float* weights, Vectors<const typename Element::Type> val
   }
 }
 
-// Adds the weighted values of `tokens` tokens to the sums of R queries, which are in lane order, `dim`
-// rounded up to pairs.
+// Adds weighted values to the sums of R queries, which are in lane order, `dim` rounded up to pairs.
 template <class Element, int R>
 void add_values(const float* weights, Vectors<const typename Element::Type> values, int tokens, int dim,
                 Vectors<float> sums, int64_t prefetch_bytes) {
@@ -64,14 +63,6 @@ void add_values(const float* weights, Vectors<const typename Element::Type> valu
   if (dim % kPair != 0) {
     add_columns<Element, R, 1, true>(weights, from(values, c), tokens, dim % kPair, from(sums, c),
                                      prefetch_bytes);
-  }
-}
-
-// Writes `dim` sums, times `factor`, as elements.
-template <class Element>
-void store_values(const float* sums, float factor, int dim, typename Element::Type* out) {
-  for (int c = 0; c < dim; c += kPair) {
-    store_up_to<Element>(out + c, {load(sums + c) * factor, load(sums + c + kLanes) * factor}, dim - c);
   }
 }
 

@@ -1,5 +1,4 @@
-// Elements of K, V, queries and outputs in memory, one struct for each type, read and written as pairs of
-// vectors.
+// Elements of K, V, queries and outputs, one struct for each type, read and written as pairs of vectors.
 //
 // A pair holds kPair consecutive elements in the type's *lane order*, which is free to differ from memory
 // order: sums over head_dim do not care, and `store` puts outputs back. bfloat16 keeps even elements in the
@@ -7,6 +6,7 @@
 // `lanes_of` puts floats in memory order into it.
 #pragma once
 
+#include "../abi.h"
 #include "simd.h"
 
 namespace paged {
@@ -23,8 +23,6 @@ struct Vectors {
 
   Type* operator[](int64_t i) const { return first + i * stride; }
 };
-
-enum ElementType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // The first `count` elements at `p`, and zeros; nothing past them is read.
 template <class Element>

@@ -62,9 +62,8 @@ struct Int8 {
   static Pair load_first(const Type* p, int count) { return load_padded<Int8>(p, count); }
 };
 
-// Codes of e4m3, read as numbers 256 times too small: that makes them float16 with the bits moved by one
-// place. The code of NaN, which no encoder makes, reads as a number, so that a weight of 0 is enough to hide
-// it.
+// Codes of e4m3, read as numbers 256 times too small: float16 with the bits moved by one place. The code of
+// NaN, which no encoder makes, reads as a number, so that a weight of 0 is enough to hide it.
 struct Fp8 {
   using Type = uint8_t;
   static constexpr float kUnit = 256.0f;
@@ -122,8 +121,7 @@ inline void widen_nibbles(const uint8_t* codes, int64_t dim, float* out) {
   for (int64_t i = 0; i < dim - half; ++i) out[half + i] = static_cast<float>(codes[i] >> 4);
 }
 
-// What `decode_token` needs of a whole block: scales, then zeros, of codecs that have them by channel. `out`
-// has room for 2 * dim floats.
+// What `decode_token` needs of a whole block: `dim` scales, then `dim` zeros, of codecs by channel.
 inline void widen_block_params(const Stored& s, float* out) {
   if (s.codec != kInt4Channel) return;
   int64_t i = 0;
@@ -131,8 +129,7 @@ inline void widen_block_params(const Stored& s, float* out) {
   for (; i < 2 * s.dim; ++i) out[i] = Float16::to_float(s.params[i]);
 }
 
-// One token as it is stored, that is, rotated where the codec rotates. `out` has room for `dim` rounded up to
-// pairs.
+// One token as it is stored, rotated where the codec rotates. `out` has room for `dim` rounded up to pairs.
 inline void decode_token(const Stored& s, int64_t slot, const float* block_params, float* out) {
   const auto param = [&](int64_t i) { return Float16::to_float(s.params[i]); };
   const uint8_t* codes = s.codes_of(slot);
@@ -154,9 +151,8 @@ inline void decode_token(const Stored& s, int64_t slot, const float* block_param
       break;
     default: {
       widen_nibbles(codes, s.dim, out);
-      const int64_t groups = s.groups;
-      for (int64_t g = 0; g < groups; ++g) {
-        const float scale = param(slot * groups + g), zero = param((s.block_size + slot) * groups + g);
+      for (int64_t g = 0; g < s.groups; ++g) {
+        const float scale = param(slot * s.groups + g), zero = param((s.block_size + slot) * s.groups + g);
         float* group = out + g * s.group_size;
         for (int64_t i = 0; i < s.group_size; ++i) group[i] = group[i] * scale + zero;
       }

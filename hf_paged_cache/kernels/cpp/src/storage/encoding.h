@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "codes.h"
 
@@ -69,37 +70,25 @@ struct Range {
   float low, high;
 };
 
-struct ScaleAndZero {
-  uint16_t scale, zero;
-};
-
 // Halves that cut a range into so many steps.
-inline ScaleAndZero scale_and_zero(Range range, float steps) {
+inline std::pair<uint16_t, uint16_t> scale_and_zero(Range range, float steps) {
   const uint16_t zero = zero_down(range.low);
   return {scale_up((range.high - Float16::to_float(zero)) / steps), zero};
 }
 
-// Of `count` numbers, whole vectors.
-inline Range range_of_whole(const float* x, int64_t count) {
-  Vec low = load(x), high = low;
-  for (int64_t i = kLanes; i < count; i += kLanes) {
-    low = minimum(low, load(x + i));
-    high = maximum(high, load(x + i));
+inline Range range_of(const float* x, int64_t count) {
+  Range range = {x[0], x[0]};
+  int64_t i = 0;
+  if (count >= kLanes) {
+    Vec low = load(x), high = low;
+    for (i = kLanes; i + kLanes <= count; i += kLanes) {
+      low = minimum(low, load(x + i));
+      high = maximum(high, load(x + i));
+    }
+    range = {min_of(low), max_of(high)};
   }
-  return {min_of(low), max_of(high)};
-}
-
-// Of `count` numbers. Reads whole vectors: what follows up to the next multiple of kLanes is overwritten by
-// the first number.
-inline Range range_of(float* x, int64_t count) {
-  for (int64_t i = count; i < round_up(count, kLanes); ++i) x[i] = x[0];
-  return range_of_whole(x, count);
-}
-
-inline Range range_of_group(const float* x, int64_t count) {
-  if (count % kLanes == 0) return range_of_whole(x, count);
-  const auto [low, high] = std::minmax_element(x, x + count);
-  return {*low, *high};
+  for (; i < count; ++i) range = {std::min(range.low, x[i]), std::max(range.high, x[i])};
+  return range;
 }
 
 // The low bytes of the codes of `count` numbers, (x - zero) / scale clamped.
@@ -137,40 +126,32 @@ inline void store_fp8(const float* x, int64_t count, float inverse_scale, uint8_
 }
 
 // The scale of a token that has no zero.
-inline uint16_t symmetric_scale(float* x, int64_t dim, float largest_code) {
+inline uint16_t symmetric_scale(const float* x, int64_t dim, float largest_code) {
   const Range range = range_of(x, dim);
   return scale_up(std::max(std::fabs(range.low), std::fabs(range.high)) / largest_code);
 }
 
-// One token, rotated already where the codec rotates. What lies in `x` past the end, up to the next multiple
-// of kLanes, is overwritten. `unpacked` has room for `dim` codes.
-inline void encode_token(const Stored& s, int64_t slot, float* x, uint8_t* unpacked) {
+// One token, rotated where the codec rotates; whole vectors of it may be read. `unpacked` is for `dim` codes.
+__attribute__((noinline)) inline void encode_token(const Stored& s, int64_t slot, const float* x,
+                                                   uint8_t* unpacked) {
   uint8_t* codes = s.codes_of(slot);
   if (s.codec == kInt8Token) {
     s.params[slot] = symmetric_scale(x, s.dim, 127.0f);
-    store_codes(x, s.dim, 0.0f, inverse(s.params[slot]), -127, 127, codes);
-    return;
+    return store_codes(x, s.dim, 0.0f, inverse(s.params[slot]), -127, 127, codes);
   }
   if (s.codec == kFp8Token) {
     s.params[slot] = symmetric_scale(x, s.dim, 448.0f);
-    store_fp8(x, s.dim, inverse(s.params[slot]), codes);
-    return;
+    return store_fp8(x, s.dim, inverse(s.params[slot]), codes);
   }
-  const int64_t groups = s.groups;
-  for (int64_t g = 0; g < groups; ++g) {
-    float* group = x + g * s.group_size;
-    Range range;
-    if (s.codec == kInt4Token) {
-      // Only what is rotated can reach beyond what a zero holds.
-      range = range_of(x, s.dim);
-      range.low = std::min(std::max(range.low, -kLargestHalf), kLargestHalf);
-      range.high = std::min(std::max(range.high, -kLargestHalf), kLargestHalf);
-    } else {
-      range = range_of_group(group, s.group_size);
+  for (int64_t g = 0; g < s.groups; ++g) {
+    const float* group = x + g * s.group_size;
+    Range range = range_of(group, s.group_size);
+    if (is_rotated(s.codec)) {  // which can reach beyond what a zero holds
+      range = {std::max(range.low, -kLargestHalf), std::min(range.high, kLargestHalf)};
     }
     const auto [scale, zero] = scale_and_zero(range, 15.0f);
-    s.params[slot * groups + g] = scale;
-    s.params[(s.block_size + slot) * groups + g] = zero;
+    s.params[slot * s.groups + g] = scale;
+    s.params[(s.block_size + slot) * s.groups + g] = zero;
     store_codes(group, s.group_size, Float16::to_float(zero), inverse(scale), 0, 15,
                 unpacked + g * s.group_size);
   }
@@ -179,7 +160,8 @@ inline void encode_token(const Stored& s, int64_t slot, float* x, uint8_t* unpac
 
 // A whole block of a codec that takes nothing less; tokens of `x` are `stride` floats apart, a multiple of
 // kLanes. Not rotated. `params` has room for 2 * stride floats, `unpacked` for `dim` codes.
-inline void encode_block(const Stored& s, float* x, int64_t stride, float* params, uint8_t* unpacked) {
+__attribute__((noinline)) inline void encode_block(const Stored& s, float* x, int64_t stride,
+                                                   float* params, uint8_t* unpacked) {
   if (s.codec == kInt8Block) {
     Range all = range_of(x, s.dim);
     for (int64_t t = 1; t < s.block_size; ++t) {

@@ -1,7 +1,5 @@
 // The rotation of formats/rotation.py: signs, then the fast Walsh-Hadamard transform of each part, over
-// sqrt(n).
-//
-// The same sums are taken in the same order as there, so results are equal to the bit.
+// sqrt(n). The same sums are taken in the same order as there, so results are equal to the bit.
 #pragma once
 
 #include "../base/simd.h"
@@ -78,12 +76,12 @@ inline void apply_signs(float* x, int64_t dim) {
   }
 }
 
-inline void rotate(float* x, int64_t dim) {
+__attribute__((noinline)) inline void rotate(float* x, int64_t dim) {
   apply_signs(x, dim);
   transform(x, dim);
 }
 
-inline void unrotate(float* x, int64_t dim) {
+__attribute__((noinline)) inline void unrotate(float* x, int64_t dim) {
   transform(x, dim);
   apply_signs(x, dim);
 }

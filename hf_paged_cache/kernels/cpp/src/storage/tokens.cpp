@@ -53,25 +53,20 @@ struct Piece {
   }
 };
 
-// Calls f(i), which returns a status, for i < count, by several threads if that is worth it. Pieces of unlike
-// size are given out one by one. Returns the least status that is no success.
-template <bool kAlike, class F>
-int for_each(int64_t count, int64_t threads, [[maybe_unused]] bool is_much, F f) {
+// Calls f(i), which returns a status, for i < count, by several threads if that is worth it. Alike pieces are
+// shared out, others given one by one. Returns the least status that is no success.
+template <class F>
+int for_each(int64_t count, bool alike, int64_t threads, [[maybe_unused]] bool is_much, F f) {
   std::atomic<int> worst{kOk};
-  const auto work = [&](int64_t i) {
+  [[maybe_unused]] const bool parallel = is_much && threads > 1 && count > 1;
+  [[maybe_unused]] const int64_t chunk = alike && parallel ? (count + threads - 1) / threads : 1;
+#pragma omp parallel for schedule(dynamic, chunk) num_threads(static_cast<int>(threads)) if (parallel)
+  for (int64_t i = 0; i < count; ++i) {
     const int status = f(i);
     int known = worst.load();
     while (status != kOk && (known == kOk || status < known)) {
-      if (worst.compare_exchange_weak(known, status)) return;
+      if (worst.compare_exchange_weak(known, status)) break;
     }
-  };
-  [[maybe_unused]] const bool parallel = is_much && threads > 1 && count > 1;
-  if constexpr (kAlike) {
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (parallel)
-    for (int64_t i = 0; i < count; ++i) work(i);
-  } else {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(threads)) if (parallel)
-    for (int64_t i = 0; i < count; ++i) work(i);
   }
   return worst.load();
 }
@@ -140,23 +135,6 @@ struct Room {
   }
 };
 
-// The next three are compiled once for all element types.
-
-// One token of a record, or of the block that it will be when all are there.
-__attribute__((noinline)) void encode_one(const Stored& s, int64_t slot, float* x, const Room& room) {
-  if (is_rotated(s.codec)) rotate(x, s.dim);
-  if (is_per_token(s.codec)) encode_token(s, slot, x, room.codes);
-}
-
-__attribute__((noinline)) void encode_together(const Stored& s, const Room& room) {
-  encode_block(s, room.tokens, room.stride, room.params, room.codes);
-}
-
-__attribute__((noinline)) void decode_one(const Stored& s, int64_t slot, const Room& room) {
-  decode_token(s, slot, room.params, room.tokens);
-  if (is_rotated(s.codec)) unrotate(room.tokens, s.dim);
-}
-
 // Tokens [slot, slot + tokens) of one side of a record become what `x` holds.
 template <class Element>
 int encode(const Stored& s, int64_t slot, int64_t tokens, Vectors<typename Element::Type> x) {
@@ -167,9 +145,10 @@ int encode(const Stored& s, int64_t slot, int64_t tokens, Vectors<typename Eleme
   for (int64_t t = 0; t < tokens; ++t) {
     float* wide = room.padded(whole ? t : 0);
     for (int64_t i = 0; i < s.dim; ++i) wide[i] = Element::to_float(x[t][i]);
-    encode_one(s, slot + t, wide, room);
+    if (is_rotated(s.codec)) rotate(wide, s.dim);
+    if (!whole) encode_token(s, slot + t, wide, room.codes);
   }
-  if (whole) encode_together(s, room);
+  if (whole) encode_block(s, room.tokens, room.stride, room.params, room.codes);
   return kOk;
 }
 
@@ -181,8 +160,9 @@ int decode(const Stored& s, int64_t slot, int64_t tokens, Vectors<typename Eleme
   if (room.tokens == nullptr) return kOutOfMemory;
   widen_block_params(s, room.params);
   for (int64_t t = 0; t < tokens; ++t) {
-    const float* wide = room.padded(0);
-    decode_one(s, slot + t, room);
+    float* wide = room.padded(0);
+    decode_token(s, slot + t, room.params, wide);
+    if (is_rotated(s.codec)) unrotate(wide, s.dim);
     for (int64_t i = 0; i < s.dim; i += kPair) {
       store_up_to<Element>(x[t] + i, Element::lanes_of(wide + i), s.dim - i);
     }
@@ -235,14 +215,15 @@ int write(const Blocks& blocks, const Tokens& fresh) {
   const int64_t end = fresh.start + fresh.tokens, pieces = Piece::count(blocks, fresh.start, end);
   const int64_t bytes =
       values_of(blocks, blocks.batch * fresh.tokens) * static_cast<int64_t>(sizeof(typename Element::Type));
-  const auto piece = [&](int64_t i) { return Piece(blocks, i, fresh.start, end); };
-  const auto move = [&](int64_t i) { return move_piece<Element, true>(blocks, fresh, piece(i)); };
-  if (!has_records(blocks)) return for_each<true>(pieces, fresh.threads, bytes >= kParallelCopyBytes, move);
-  const bool is_much = bytes >= kParallelCodes;
-  const int fault = for_each<true>(pieces, fresh.threads, is_much, [&](int64_t i) {
-    return why_not_written<Element>(blocks, fresh, piece(i));
-  });
-  return fault != kOk ? fault : for_each<false>(pieces, fresh.threads, is_much, move);
+  const auto check = [&](int64_t i) {
+    return why_not_written<Element>(blocks, fresh, Piece(blocks, i, fresh.start, end));
+  };
+  const auto move = [&](int64_t i) {
+    return move_piece<Element, true>(blocks, fresh, Piece(blocks, i, fresh.start, end));
+  };
+  if (!has_records(blocks)) return for_each(pieces, true, fresh.threads, bytes >= kParallelCopyBytes, move);
+  const int fault = for_each(pieces, true, fresh.threads, bytes >= kParallelCodes, check);
+  return fault != kOk ? fault : for_each(pieces, false, fresh.threads, bytes >= kParallelCodes, move);
 }
 
 // To contiguous tensors.
@@ -251,25 +232,24 @@ int gather(const Blocks& blocks, const Tokens& wanted) {
   if (wanted.tokens == 0) return kOk;  // tensors of nothing lie nowhere
   const int64_t end = wanted.start + wanted.tokens;
   const bool is_much = values_of(blocks, blocks.batch * wanted.tokens) >= kParallelCodes;
-  return for_each<false>(Piece::count(blocks, wanted.start, end), wanted.threads, is_much, [&](int64_t i) {
+  return for_each(Piece::count(blocks, wanted.start, end), false, wanted.threads, is_much, [&](int64_t i) {
     return move_piece<Element, false>(blocks, wanted, Piece(blocks, i, wanted.start, end));
   });
 }
 
 // Residual blocks to records, or back: residual[i] and ids[i] belong together.
-template <class Element, bool kSeals>
-int convert(const Blocks& blocks, const int64_t* residual, const int64_t* ids, int64_t count,
-            int64_t threads) {
-  using Type = typename Element::Type;
+template <class Element>
+int convert(const Blocks& blocks, const int64_t* residual, const int64_t* ids, int64_t count, int64_t threads,
+            bool seals) {
+  const auto convert_side = seals ? encode<Element> : decode<Element>;
   const bool is_much = values_of(blocks, count * blocks.block_size) >= kParallelCodes;
-  return for_each<false>(count * blocks.kv_heads, threads, is_much, [&](int64_t i) {
+  return for_each(count * blocks.kv_heads, false, threads, is_much, [&](int64_t i) {
     const int64_t h = i % blocks.kv_heads, which = i / blocks.kv_heads;
     int status = kOk;
     for (const Side* side : {&blocks.keys, &blocks.values}) {
-      const Vectors<Type> x = {at<Type>(side->pool, residual[which], h, 0), side->pool.token_stride};
       const Stored s = stored_in(blocks, *side, record_at(blocks, ids[which], h));
-      const auto convert_side = kSeals ? encode<Element> : decode<Element>;
-      if (status == kOk) status = convert_side(s, 0, blocks.block_size, x);
+      auto* first = at<typename Element::Type>(side->pool, residual[which], h, 0);
+      if (status == kOk) status = convert_side(s, 0, blocks.block_size, {first, side->pool.token_stride});
     }
     return status;
   });
@@ -287,28 +267,10 @@ PAGED_EXPORT int paged_gather(const Blocks* blocks, const Tokens* wanted) {
                            [&](auto element) { return gather<decltype(element)>(*blocks, *wanted); });
 }
 
-PAGED_EXPORT int paged_encode_blocks(const Blocks* blocks, const int64_t* residual, const int64_t* ids,
-                                     int64_t count, int64_t threads) {
+PAGED_EXPORT int paged_convert_blocks(const Blocks* blocks, const int64_t* residual, const int64_t* ids,
+                                      int64_t count, int64_t threads, int64_t seals) {
   return with_element_type(blocks->element_type, [&](auto element) {
-    return convert<decltype(element), true>(*blocks, residual, ids, count, threads);
-  });
-}
-
-PAGED_EXPORT int paged_decode_blocks(const Blocks* blocks, const int64_t* residual, const int64_t* ids,
-                                     int64_t count, int64_t threads) {
-  return with_element_type(blocks->element_type, [&](auto element) {
-    return convert<decltype(element), false>(*blocks, residual, ids, count, threads);
-  });
-}
-
-// Copies blocks source[i] to target[i] of a pool whose blocks are `block_bytes` long. No target is also a
-// source.
-PAGED_EXPORT void paged_copy_blocks(char* pool, int64_t block_bytes, const int64_t* source,
-                                    const int64_t* target, int64_t count, int64_t threads) {
-  for_each<true>(count, threads, count * block_bytes >= kParallelCopyBytes, [&](int64_t i) {
-    std::memcpy(pool + target[i] * block_bytes, pool + source[i] * block_bytes,
-                static_cast<std::size_t>(block_bytes));
-    return static_cast<int>(kOk);
+    return convert<decltype(element)>(*blocks, residual, ids, count, threads, seals != 0);
   });
 }
 
