@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.compiling import (
     compile_config,
     compile_here,
     generate,
+    graphs_stay,
     model_of,
     prompt,
     static_cache,
@@ -29,6 +31,12 @@ from tests.support.compiling import (
 from tests.support.models import BLOCK_SIZE, by_name, cache_kwarg
 
 pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _graphs_stay() -> Iterator[None]:
+    with graphs_stay():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -302,6 +302,7 @@ def test_the_name_of_vllm_for_fp8_is_understood() -> None:
     assert plan_memory(model, context=64, dtype="bf16").dtype == "bfloat16"
 
 
+@pytest.mark.full  # a process that imports torch
 def test_a_filled_cache_and_its_model_go_on_in_a_process_that_is_spawned() -> None:
     model, cache, ids = shared_model("llama"), paged(kv_cache_dtype="int4"), prompt(1, 2 * BLOCK + 4)
     fill(model, cache, ids[:, :-2])

@@ -322,6 +322,7 @@ def test_what_costs_much_to_compile_is_left_out_for_architectures_like_others() 
 
 
 @needs_triton
+@pytest.mark.full  # `make aot` compiles all of them
 def test_decode_compiles_without_fault_for_both_vendors(tmp_path: Path) -> None:
     path = tmp_path / "aot.json"
     done = _without_interpreter(

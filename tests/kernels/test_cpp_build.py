@@ -32,6 +32,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
+@pytest.mark.full  # two processes that import torch
 def test_processes_that_compile_at_once_leave_one_good_library(tmp_path: Path) -> None:
     settings = {"DIR": str(tmp_path), "CPU_ISA": "portable", "CXXFLAGS": "-O0"}  # which compiles sooner
     environment = {**os.environ, **{f"HF_PAGED_CACHE_{name}": value for name, value in settings.items()}}

@@ -209,7 +209,10 @@ def test_prefill_over_history_is_a_dense_softmax(p: Prefill, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["plain", "softcap_window_sinks", "left_padding", "finfo_min"])
+@pytest.mark.parametrize(
+    "name",
+    few(["plain", "softcap_window_sinks", "left_padding", "finfo_min"], {"plain", "softcap_window_sinks"}),
+)
 def test_prefill_over_history_is_a_dense_softmax_in_half_precision(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

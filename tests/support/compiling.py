@@ -6,6 +6,8 @@ cache that the CPU is a device where compiling pays.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -67,7 +69,18 @@ def generate(model: Any, cache: Any, inputs: dict[str, Any], **options: Any) -> 
 
 
 def compile_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let caches be static on this device, with the Triton kernels."""
+    """Let caches be static on this device, with the Triton kernels.
+
+    What was compiled stays: a graph serves other tests' caches too, and to trace one takes seconds.
+    """
     monkeypatch.setattr(static_group, "DEVICES", frozenset({DEVICE}))
     monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "triton")
+
+
+@contextmanager
+def graphs_stay() -> Iterator[None]:
+    """Nothing is compiled at first, and what is compiled is kept, however many graphs a function has."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
     torch._dynamo.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 from transformers import LlamaConfig, T5Config
 from typer.testing import CliRunner
 
-import hf_paged_cache
 from hf_paged_cache import plan_memory
 from hf_paged_cache.tools.cli import app
 
@@ -120,9 +119,12 @@ def _file(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_package_runs_as_a_module(folder: str) -> None:
-    root = Path(hf_paged_cache.__file__).parent.parent
-    command = [sys.executable, "-m", "hf_paged_cache", "plan", folder, "--context", "64"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "llama in bfloat16: 64 tokens" in done.stdout
+def test_the_package_runs_as_a_module(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hf_paged_cache", "plan", folder, "--context", "64"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("hf_paged_cache", run_name="__main__")
+    out, error = capsys.readouterr()
+    assert (left.value.code, error) == (0, "")
+    assert "llama in bfloat16: 64 tokens" in out

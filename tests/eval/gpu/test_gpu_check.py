@@ -245,6 +245,7 @@ def test_cases_of_the_dry_run_exist() -> None:
     assert set(kernels.DRY_RUN_CASES) <= names
 
 
+@pytest.mark.full  # a process that imports torch
 def test_it_loads_nothing_that_a_bare_gpu_machine_may_lack() -> None:
     code = (
         "import sys, eval.gpu_check, eval.gpu.cli, eval.gpu.worker\n"
@@ -289,6 +290,7 @@ def test_a_dry_run_of_attention_finds_the_torch_backend_right(tmp_path: Path) ->
     assert "ALL RIGHT" in out
 
 
+@pytest.mark.full  # some of them run above
 def test_the_items_of_a_dry_run_find_the_torch_kernels_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_PAGED_CACHE_BACKEND", "torch")
     records = [run_item(item, TOY) for item in plan.items_of("a", Settings(dry_run=True, seed=3))]
