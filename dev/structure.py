@@ -20,9 +20,9 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "hf_paged_cache"
 SOURCES = frozenset((".py", ".h", ".cpp", ".j2"))
-MOST_PACKAGE_LINES = 23_410
-MOST_EVAL_LINES = 11_350
-"""Both are to fall to 21,500 and 10,500, and never to rise."""
+MOST_PACKAGE_LINES = 21_500
+MOST_EVAL_LINES = 10_500
+"""What needs more says why where it raises them."""
 COMMON_STEMS = frozenset(("__init__", "__main__"))
 
 Graph = dict[str, set[str]]
