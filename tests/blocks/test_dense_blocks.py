@@ -24,7 +24,7 @@ class Rows:
         self.slots: dict[int, str] = {}
 
     def reserve(self, new_tokens: int, *, keep_history: bool = False, padding: tuple[int, ...] = ()) -> None:
-        self.step(new_tokens, keep_history=keep_history, padding_tokens=padding)
+        self.step(new_tokens, keep_history=keep_history, padding=padding)
         self.dense.check_integrity(self.manager)
 
     def step(self, new_tokens: int, *, keep_history: bool = False, padding: tuple[int, ...] = ()) -> None:
@@ -43,7 +43,7 @@ class Rows:
         """One token for each row, as a step of decoding does; none for a row that goes on with padding."""
         end = self.manager.num_tokens + 1
         starts = [table.num_tokens for table in self.manager.tables]
-        self.reserve(1, padding_tokens=tuple(min(n, end) for n in padding))
+        self.reserve(1, padding=tuple(min(n, end) for n in padding))
         for table, start, token in zip(self.manager.tables, starts, tokens, strict=True):
             if not token:
                 continue
