@@ -271,10 +271,10 @@ class Padding:
             and all(sum(run.end - run.start for run in runs) == self.end for runs in self.runs)
         ):
             return self
-        shown, before = forward.shown(0, forward.start), self._shown(forward.start)
-        if torch.equal(shown, before):
+        shown = forward.shown(0, forward.start)
+        if self._is_shown_by(shown):
             return self
-        again = (shown & ~before).nonzero().tolist()
+        again = (shown & ~self._shown(forward.start)).nonzero().tolist()
         if again:
             row, first = again[0]
             raise CacheMismatchError(
@@ -295,6 +295,21 @@ class Padding:
             for runs in self.runs
         )
         return replace(self, runs=runs, end=start)
+
+    def _is_shown_by(self, mask: torch.Tensor) -> bool:
+        """Whether a boolean mask `[batch, tokens]` shows what the last one did.
+
+        Every step of a padded batch asks, so nothing is made here that is as long as its rows.
+        """
+        for row, runs in zip(mask, self._up_to(mask.shape[1]).runs, strict=True):
+            hidden = 0
+            for run in runs:
+                if row[hidden : run.start].any() or not row[run.start : run.end].all():
+                    return False
+                hidden = run.end
+            if row[hidden:].any():
+                return False
+        return True
 
     def _shown(self, tokens: int) -> torch.Tensor:
         """Which of the first tokens, `end` or more, the last mask showed, boolean `[batch, tokens]`."""
