@@ -140,6 +140,7 @@ def test_gradients_through_a_compiled_step_are_refused() -> None:
     assert cache.get_seq_length() == PROMPT_TOKENS
 
 
+@pytest.mark.full
 def test_prompt_of_one_token_is_no_proof_that_an_eager_function_is_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,6 +180,7 @@ def test_compiled_step_after_an_interrupted_forward_is_refused_until_that_is_tak
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_first_forward_that_was_interrupted_is_taken_back_also_before_the_first_full_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -230,6 +232,7 @@ def test_rows_keep_their_share_of_the_pool_when_less_memory_is_free(monkeypatch:
     assert cache.get_max_length() == capacity == model.config.max_position_embeddings
 
 
+@pytest.mark.full
 def test_model_that_paged_attention_was_taken_from_still_decodes() -> None:
     model = by_name("llama").build().to(DEVICE)
     inputs = prompt()

@@ -39,6 +39,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return bool((got - want).abs().max() <= 1e-4 * want.abs().max())
 
 
+@pytest.mark.full
 def test_a_graph_serves_copies_and_other_caches_and_changes_only_its_own() -> None:
     model, ids = shared_model("qwen2"), prompt(2, BLOCK + 4)
     forward, counter = compiled(model)
@@ -83,6 +84,7 @@ def test_a_compiled_forward_that_failed_in_any_layer_is_as_if_it_had_not_been(
     assert_sound(cache, BLOCK + 6)
 
 
+@pytest.mark.full
 def test_a_compiled_forward_reads_without_use_cache_and_gives_a_row_to_many() -> None:
     model, ids = shared_model("qwen2"), prompt(1, BLOCK + 4)
     forward, _ = compiled(model)
@@ -113,6 +115,7 @@ def test_a_compiled_forward_tells_its_ids_and_is_refused_over_tokens_of_other_we
     assert_sound(cache, BLOCK + 5)
 
 
+@pytest.mark.full
 def test_a_compiled_forward_of_padded_rows() -> None:
     model, inputs = shared_model("qwen2"), ragged(40, 20)
     forward, counter = compiled(model)
@@ -135,7 +138,7 @@ def test_a_compiled_forward_of_padded_rows() -> None:
         pytest.param("a short mask", True, marks=pytest.mark.full),
         pytest.param("a short mask", False, marks=pytest.mark.full),
         pytest.param("a short mask by place", True, marks=pytest.mark.full),
-        ("a short mask by place", False),
+        pytest.param("a short mask by place", False, marks=pytest.mark.full),
     ],
 )
 def test_a_compiled_forward_whose_mask_does_not_cover_the_history_is_refused(
@@ -178,6 +181,7 @@ def test_several_forwards_in_one_compiled_function_follow_each_other() -> None:
     assert_sound(cache, 24)
 
 
+@pytest.mark.full
 def test_a_compiled_forward_of_an_encoder_decoder() -> None:
     model, ids = shared_model("bart"), prompt(2, 9)
     forward, counter = compiled(model)

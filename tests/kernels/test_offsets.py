@@ -95,7 +95,7 @@ def layout_named(name: str) -> RecordFormat | None:
 @pytest.mark.parametrize(
     ("backend_name", "name"),
     [
-        pytest.param(b, name, marks=[pytest.mark.full] * ((b, name) == ("triton", "int8")))
+        pytest.param(b, name, marks=[pytest.mark.full] * (b == "triton" and name != "auto"))
         for b in BACKENDS
         for name in SLOW.get(b, FORMATS)
     ],

@@ -113,13 +113,13 @@ def test_decode_in_three_splits_is_the_same(name: str, dense: Dense, monkeypatch
     check(build_quantized(case, layout_of(name, case), dense=dense))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", few(["int8", "int4"], {"int4"}))
 def test_several_tiles_of_queries(name: str) -> None:
     case = Case("queries", batch=1, kv_heads=1, group=2, q_tokens=40, causal=True, end=130, window=70)
     check(build_quantized(case, layout_of(name, case)))
 
 
-@pytest.mark.parametrize("name", ["k8v4", "int4"])
+@pytest.mark.parametrize("name", few(["k8v4", "int4"], {"int4"}))
 def test_history_of_a_prefill(name: str) -> None:
     case = Case("history", kv_heads=1, group=2, q_tokens=20, queries_are_last=False, end=100, block_size=32)
     problem = build_quantized(case, layout_of(name, case))
