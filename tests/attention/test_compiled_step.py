@@ -235,6 +235,7 @@ def test_other_batch_after_a_reset_shares_the_pool_anew() -> None:
         cache.reset()
 
 
+@pytest.mark.full
 def test_deep_copy_of_static_rows_goes_its_own_way() -> None:
     model = model_of("llama")
     cache, step = static_cache(model), torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -270,6 +270,7 @@ print(json.dumps([sorted(KERNELS), found]))
 """
 
 
+@pytest.mark.full
 @needs_triton
 def test_variants_cover_every_kernel_and_every_flag() -> None:
     done = _without_interpreter("-c", CAPTURE)

@@ -113,7 +113,8 @@ def test_decode_in_three_splits_is_the_same(name: str, dense: Dense, monkeypatch
     check(build_quantized(case, layout_of(name, case), dense=dense))
 
 
-@pytest.mark.parametrize("name", few(["int8", "int4"], {"int4"}))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["int8", "int4"])
 def test_several_tiles_of_queries(name: str) -> None:
     case = Case("queries", batch=1, kv_heads=1, group=2, q_tokens=40, causal=True, end=130, window=70)
     check(build_quantized(case, layout_of(name, case)))

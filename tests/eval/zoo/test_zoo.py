@@ -361,7 +361,7 @@ def answer(entry: registry.Entry, options: Options) -> Report:
     [
         (crash, 300.0, "its process died with exit code -9"),
         (hang, 0.2, "no answer within 0.2 s"),
-        (answer, 300.0, None),
+        pytest.param(answer, 300.0, None, marks=pytest.mark.full),
     ],
 )
 def test_a_crash_or_a_hang_is_a_row_that_says_so(
