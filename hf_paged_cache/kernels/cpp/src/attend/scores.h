@@ -82,17 +82,25 @@ void score_tile(Vectors<const float> queries, Vectors<const typename Element::Ty
     for (int j = 0; j < T; ++j) key[j] = keys[t + j < tokens ? t + j : tokens - 1];
     Vec acc[R * T];
     PAGED_UNROLLED(i, R * T) acc[i] = Vec{};
-    const auto multiply = [&](int c, auto load_keys) __attribute__((always_inline)) {
+    // Written out twice: a lambda that captures the accumulators keeps them in memory.
+    for (int c = 0; c < pairs; ++c) {
       decltype(Dot::load_query(queries.first)) query[R];
       PAGED_UNROLLED(r, R) query[r] = Dot::load_query(queries[r] + c * Dot::kQueryFloats);
       PAGED_UNROLLED(j, T) {
-        const auto k = load_keys(key[j] + c * kPair);
+        const auto k = Dot::load_keys(key[j] + c * kPair);
         prefetch_piece(moved(key[j] + c * kPair, prefetch_bytes), kPieceBytes, c);
         PAGED_UNROLLED(r, R) Dot::accumulate(acc[r * T + j], query[r], k);
       }
-    };
-    for (int c = 0; c < pairs; ++c) multiply(c, Dot::load_keys);
-    if (rest != 0) multiply(pairs, [&](const auto* k) { return Dot::load_first_keys(k, rest); });
+    }
+    if (rest != 0) {
+      PAGED_UNROLLED(j, T) {
+        const auto k = Dot::load_first_keys(key[j] + pairs * kPair, rest);
+        prefetch_piece(moved(key[j] + pairs * kPair, prefetch_bytes), kPieceBytes, pairs);
+        PAGED_UNROLLED(r, R) {
+          Dot::accumulate(acc[r * T + j], Dot::load_query(queries[r] + pairs * Dot::kQueryFloats), k);
+        }
+      }
+    }
     float sums[R * T + kScoreSlack];
     store_sums<R * T>(acc, sums);
     for (int r = 0; r < R; ++r) std::memcpy(scores + r * kScoreStride + t, sums + r * T, T * sizeof(float));
