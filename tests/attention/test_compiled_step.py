@@ -113,6 +113,7 @@ def test_second_turn_over_compiled_steps_gives_the_tokens_of_dynamic_cache() -> 
     assert torch.equal(got, want)
 
 
+@pytest.mark.full
 def test_compiled_beams_give_the_tokens_of_dynamic_cache() -> None:
     model, inputs = model_of("llama"), prompt()
     options = {"num_beams": 3, "max_new_tokens": 4}

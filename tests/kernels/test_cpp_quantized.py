@@ -24,6 +24,7 @@ from hf_paged_cache.kernels.call import NULL_BLOCK, LayerBlocks, dense_entry
 from hf_paged_cache.kernels.cpp import build as cpu_build
 from tests.kernels.cases import CASES, DTYPES, TOLERANCE, Case, Problem, assert_lse, case_id, rms_ratio
 from tests.kernels.quantized import FORMAT_NAMES, Dense, build_quantized, layout_of
+from tests.support.tails import few
 
 pytestmark = pytest.mark.skipif(cpp.unavailable_reason() is not None, reason=str(cpp.unavailable_reason()))
 
@@ -110,7 +111,7 @@ def library(isa: str) -> cpu_build.Library | str:
         return cpp._load()
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=few(ISAS, {"avx512", "avx2", "portable"}))
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     loaded = library(request.param)
     if isinstance(loaded, str):

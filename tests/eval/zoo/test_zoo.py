@@ -359,7 +359,7 @@ def answer(entry: registry.Entry, options: Options) -> Report:
 @pytest.mark.parametrize(
     ("behaviour", "limit_s", "problem"),
     [
-        (crash, 300.0, "its process died with exit code -9"),
+        pytest.param(crash, 300.0, "its process died with exit code -9", marks=pytest.mark.full),
         (hang, 0.2, "no answer within 0.2 s"),
         pytest.param(answer, 300.0, None, marks=pytest.mark.full),
     ],
