@@ -4,7 +4,7 @@
 from hf_paged_cache import PagedCache
 
 cache = PagedCache(model)
-model.generate(**inputs, past_key_values=cache)
+model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 ```
 """
 

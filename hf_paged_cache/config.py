@@ -116,7 +116,7 @@ class PagedCacheConfig:
         Args:
             window: Tokens a query sees, itself included, or None for all.
         """
-        size, kept = self.block_size, (window or 1) - 1
+        size, kept = self.block_size, 0 if window is None else window - 1
         while kept and size > MIN_BLOCK_SIZE and (-(-kept // size) + 1) * size > (1 + _WINDOW_EXCESS) * kept:
             size //= 2
         return size

@@ -33,7 +33,10 @@ class Timings:
         return statistics.median(self.seconds[name])
 
     def speedup(self, name: str, over: str) -> float:
-        """How many times faster `name` is than `over`: the median of quotients within rounds."""
+        """How many times faster `name` is than `over`: the median of quotients within rounds.
+
+        What slows a machine down slows neighbours in time, so this is steadier than a quotient of medians.
+        """
         pairs = zip(self.seconds[over], self.seconds[name], strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
 

@@ -23,9 +23,8 @@ class Runner:
     entries: Sequence[CacheEntry]  # the contenders
     journal: Journal
     processes: Processes
-    advance: Callable[[str, int], None] = lambda label, steps: (
-        None
-    )  # told what runs, and contenders done since
+    # Told what runs, and contenders done since.
+    advance: Callable[[str, int], None] = lambda label, steps: None
     warmed: set[str] = field(default_factory=set)  # names of caches that have been used before
 
     def run(self, task: Task, units: Sequence[Unit]) -> None:

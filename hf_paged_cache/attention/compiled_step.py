@@ -31,8 +31,9 @@ def update_static(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new K and V `[batch, kv_heads, new tokens, head_dim]` of a layer; return all slots of all rows.
 
-    They are `[batch, kv_heads, capacity, head_dim]`, zeros where nothing is stored. CacheMismatchError if
-    there are no rows, some layers were left behind, shape or dtype do not fit, or a gradient is wanted.
+    They are `[batch, kv_heads, capacity, head_dim or v_head_dim]`, zeros where nothing is stored.
+    CacheMismatchError if there are no rows, some layers were left behind, shape or dtype do not fit, or a
+    gradient is wanted.
     """
     group = state.layer_groups.static_of(layer_idx) if state.rows.batch else None
     if group is None or layer_idx not in group.static_blocks:

@@ -44,14 +44,23 @@ KINDS = ("free", "open", "sealed", SHARED, "cached", "pending")
 
 @dataclass(slots=True)
 class BlockCounters:
-    """What happened since a pool was made."""
+    """What happened since a pool was made.
 
-    taken: int = 0  # blocks that were handed out
-    given_back: int = 0  # blocks that lost their last reference
-    shared: int = 0  # references that were added to blocks in use, where a copy would have taken a block
-    copied: int = 0  # shared blocks that were copied because a holder was about to write to one
-    revived: int = 0  # cached blocks that were taken up again with their content
-    evicted: int = 0  # cached blocks whose content was forgotten for a new owner
+    Attributes:
+        taken: Blocks that were handed out.
+        given_back: Blocks that lost their last reference.
+        shared: References that were added to blocks in use, where a copy would have taken a block.
+        copied: Shared blocks that were copied because a holder was about to write to one.
+        revived: Cached blocks that were taken up again with their content.
+        evicted: Cached blocks whose content was forgotten for a new owner.
+    """
+
+    taken: int = 0
+    given_back: int = 0
+    shared: int = 0
+    copied: int = 0
+    revived: int = 0
+    evicted: int = 0
 
     def __add__(self, other: BlockCounters) -> BlockCounters:
         return BlockCounters(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

@@ -126,7 +126,7 @@ def _states(index: int, mine: Any, layer: Any) -> tuple[torch.Tensor, torch.Tens
         raise PagedCacheError(f"layer {index} is a {type(layer).__name__}; convert a DynamicCache instead")
     elif held < min(length, mine.sliding_window - 1 if isinstance(mine, PagedWindowLayer) else length):
         raise PagedCacheError(
-            f"layer {index} holds the last {held} of {length} tokens there: too few for here"
+            f"layer {index} holds the last {held} of {length} tokens there, and more are needed here"
         )
     return _padded(keys, length), _padded(values, length)
 

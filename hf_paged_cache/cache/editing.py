@@ -63,7 +63,7 @@ class CacheTools(HostContract):
 
         ```python
         with cache.frozen() as peek:
-            logits = model(candidate, past_key_values=peek).logits
+            logits = model(candidate, cache=peek).logits
         ```
 
         Leaving the block gives its own blocks back at once.

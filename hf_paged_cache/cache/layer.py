@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 def _stored_side(side: int, name: str) -> Any:
     """K or V of a layer, to be read: a property that refuses everything else."""
-    doc = f"""Stored {name} `[batch, kv_heads, tokens, head_dim]`, dense when touched; None if there are none.
+    dim = ("head_dim", "v_head_dim")[side]
+    doc = f"""Stored {name} `[batch, kv_heads, tokens, {dim}]`, dense when touched; None if there are none.
 
     Zeros stand for what is not stored: tokens outside a window, left padding.
     """
@@ -51,6 +52,7 @@ def refused(reason: str) -> Any:
     def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
         raise PagedCacheError(reason)
 
+    refuse.__doc__ = f"Refused: {reason}"
     return refuse
 
 

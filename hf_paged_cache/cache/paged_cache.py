@@ -39,7 +39,7 @@ class PagedCache(DeprecatedReads, CacheTools):
 
     ```python
     cache = PagedCache(model)
-    model.generate(**inputs, past_key_values=cache)  # `cache=cache` from transformers 5.24 on
+    model.generate(**inputs, cache=cache)  # before 5.24: past_key_values=cache
     ```
 
     Pools are allocated at the first update, on the device of the layers; decoding then allocates nothing that

@@ -222,6 +222,8 @@ class Padding:
 
     def _check_call(self, forward: Forward) -> None:
         """Look at the mask of a forward that is known from the stack alone."""
+        if not any(self.unstored):
+            return
         call, mask = forward.call, forward.call.attention_mask
         if mask is not None and mask.dim() == 4:  # the newest query is no padding
             newest = mask[:, :, -1]

@@ -17,11 +17,11 @@ class Undo:
         self._saved: list[tuple[Any, dict[str, Any], bool]] = []  # owner, attributes, `clone`
 
     def save(self, owner: Any, *, clone: bool = True) -> None:
-        """Remember what an object holds now, its tensors cloned. Saving it once more changes nothing."""
+        """Remember what an object holds now, its tensors cloned. Each is saved once."""
         self._saved.append((owner, _copied(vars(owner), clone), clone))
 
     def kept(self, owner: Any) -> dict[str, Any]:
-        """The attributes that an object had when it was first saved."""
+        """The attributes that an object had when it was saved."""
         held, clone = next(saved[1:] for saved in self._saved if saved[0] is owner)
         attributes: dict[str, Any] = _copied(held, clone)
         return attributes

@@ -94,7 +94,10 @@ class Frame:
         return self._has_returned
 
     def when_returned(self, do: Callable[[], None]) -> None:
-        """Have something done when the call returns, before its caller goes on. It must not raise."""
+        """Have something done when the call returns, before its caller goes on; never, if no call is known.
+
+        It must not raise.
+        """
         self._afterwards.append(do)
 
 

@@ -137,11 +137,13 @@ def dense(tensor: Any) -> Any:
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors inside tuples, lists, dicts, and tensors that are made of others."""
+    """The plain tensors inside what torch's pytrees know (tuples, lists, dicts), and inside other tensors."""
     for leaf in tree_leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            continue
         if hasattr(leaf, "__tensor_flatten__"):
             yield from plain_tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
-        elif isinstance(leaf, torch.Tensor):
+        else:
             yield leaf
 
 

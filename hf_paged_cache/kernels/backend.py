@@ -25,17 +25,17 @@ class ConvertBlocks(Protocol):
         records: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        slots: list[int],
+        dense_ids: list[int],
         ids: list[int],
     ) -> None:
-        """Convert between `keys[slots[i]]`, `values[slots[i]]` and `records[ids[i]]`.
+        """Convert between `keys[dense_ids[i]]`, `values[dense_ids[i]]` and `records[ids[i]]`.
 
         Args:
             layout: What the bytes of the records mean.
             records: uint8 `[num_blocks, layers, kv_heads, nbytes]`.
-            keys: `[num_slots, layers, kv_heads, block_size, head_dim]`.
-            values: `[num_slots, layers, kv_heads, block_size, v_head_dim]`.
-            slots: Distinct slots.
+            keys: `[num_dense, layers, kv_heads, block_size, head_dim]`.
+            values: `[num_dense, layers, kv_heads, block_size, v_head_dim]`.
+            dense_ids: Distinct blocks of these.
             ids: As many distinct records.
         """
 

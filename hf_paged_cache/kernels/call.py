@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,12 @@ def dense_entry(index: _Entry) -> _Entry:
     Such entries lie below `NULL_BLOCK`, and the function is its own inverse.
     """
     return -2 - index
+
+
+def on_device(integers: Sequence[int] | list[list[int]], device: torch.device) -> torch.Tensor:
+    """Integers as an int32 tensor, sent from pinned memory so that the host need not wait for the device."""
+    sent = torch.tensor(integers, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    return sent.to(device, non_blocking=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,31 +67,40 @@ class LayerBlocks:
              |     records[7], records[3]
              keys[0], the sink
     ```
+
+    Attributes:
+        keys: `[num_blocks, kv_heads, block_size, head_dim]`; usually a strided slice of a pool that holds
+            several layers, so only the last three dimensions are contiguous. May have no blocks where there
+            are records; its shape and dtype still say what K are.
+        values: `[num_blocks, kv_heads, block_size, v_head_dim]`, same dtype and device.
+        table: int32 `[batch, max_blocks]`, contiguous, on the same device. `NULL_BLOCK` marks a block that is
+            not stored. Columns past the end of a row hold arbitrary ids.
+        records: None, or uint8 `[num_blocks, kv_heads, nbytes]`, usually a strided slice.
+        layout: What the bytes of `records` mean.
+        lengths: Of the rows, on a GPU; None where kernels are told by the host.
+        dense_columns: Of every row, which of its table's entries lie below `NULL_BLOCK`, sorted; others among
+            them do no harm. One tuple where it is the same in all rows. Only backends whose tables lie on a
+            device want to know; None means that nobody has said, and they look at the table.
+        fault: None, or int32 `[2]` on the device, for K and V: writes set it to 1 where they find what a
+            quantized block has no scale for, and store zeros for that token. Without it they raise, for which
+            they wait for the device.
+        offsets: None, or int32 `[batch]` on the device of the table: how many columns a row begins later than
+            the batch. Those columns are neither stored nor attended, without a mask that says so, and read as
+            zeros; a query in one sees nothing.
+        native: This object as a backend takes it (e.g. a C struct). It keeps what it points to, and is made
+            anew when a tensor above was replaced.
+        choice: The dispatcher's note of the backend that serves these blocks; None until they are used.
     """
 
-    # K `[num_blocks, kv_heads, block_size, head_dim]` and V `[..., v_head_dim]`, of one dtype and device;
-    # usually strided slices of a pool that holds several layers, so only the last three dimensions are
-    # contiguous. May have no blocks where there are records; their shapes and dtype still say what K and V
-    # are.
     keys: torch.Tensor
     values: torch.Tensor
-    # int32 `[batch, max_blocks]`, contiguous, on the same device. Columns past the end of a row hold any ids.
     table: torch.Tensor
-    lengths: RowLengths | None = None  # on a GPU; None where kernels are told by the host
-    records: torch.Tensor | None = None  # uint8 `[num_blocks, kv_heads, nbytes]`, usually a strided slice
-    layout: RecordFormat | None = None  # what the bytes of `records` mean
-    # Of every row, which columns of the table are below `NULL_BLOCK`, sorted; others among them do no harm.
-    # One tuple where that is the same in all rows. None: nobody has said, and backends that want to know,
-    # those with tables on a device, look at the table.
+    lengths: RowLengths | None = None
+    records: torch.Tensor | None = None
+    layout: RecordFormat | None = None
     dense_columns: tuple[tuple[int, ...], ...] | None = None
-    # int32 `[2]` on the device, for K and V: writes set it to 1 where they find what a quantized block has no
-    # scale for, and store zeros for that token. Without it they raise, for which they wait for the device.
     fault: torch.Tensor | None = None
-    # int32 `[batch]` on the device: how many columns a row begins later than the batch. Those are neither
-    # stored nor attended, without a mask that says so, and read as zeros; a query in one sees nothing.
     offsets: torch.Tensor | None = None
-    # This object as a backend takes it (e.g. a C struct), and the dispatcher's note of the backend that
-    # serves it. The former keeps what it points to, and is made anew when a tensor above was replaced.
     native: Any = field(default=None, repr=False)
     choice: Any = field(default=None, repr=False)
 
@@ -125,24 +141,33 @@ class Attention:
 
     Query `i` of `q_tokens` stands at token position `end - q_tokens + i` when the queries are the newest
     tokens, which is what `causal` and `window` refer to. The softmax is over `scale * q·k`, soft-capped, plus
-    mask; a sink adds one logit per head that takes probability but has no value. A query that sees nothing
-    yields zeros, never NaN.
+    mask; a sink adds one logit per head that takes probability but has no value.
+
+    Attributes:
+        query: `[batch, q_heads, q_tokens, head_dim]`; `q_heads` is a multiple of the kv heads and query head
+            `h` reads kv head `h // (q_heads // kv_heads)`. Any strides, last dimension contiguous. fp32, bf16
+            or fp16, the dtype of the blocks.
+        start: First stored token attended (0, or where a sliding window begins).
+        end: One past the last stored token attended.
+        scale: Factor on q·k.
+        mask: None, or broadcastable to `[batch, q_heads, q_tokens, end - start]`: boolean (True = attend) or
+            floating (added to the scaled, soft-capped score). A row with nothing to attend yields zeros,
+            never NaN.
+        causal: Query i sees stored positions <= its own. Independent of `mask`; both apply.
+        window: None, or query at position p sees only positions > p - window.
+        softcap: None, or c: score = c * tanh(score / c) (Gemma-2).
+        sinks: None, or `[q_heads]`: a logit per head in the denominator only (gpt-oss).
+        queries_are_last: False for queries that are not the newest stored tokens (history of a prefill;
+            cross-attention): then query i stands at position `end + i`.
     """
 
-    # `[batch, q_heads, q_tokens, head_dim]` in fp32, bf16 or fp16, the dtype of the blocks; any strides, last
-    # dimension contiguous. `q_heads` is a multiple of the kv heads, and query head `h` reads kv head
-    # `h // (q_heads // kv_heads)`.
     query: torch.Tensor
-    start: int  # first stored token attended: 0, or where a sliding window begins
-    end: int  # one past the last
-    scale: float  # on q·k
-    # Broadcastable to `[batch, q_heads, q_tokens, end - start]`: boolean (True = attend) or floating (added
-    # to the scaled, soft-capped score).
+    start: int
+    end: int
+    scale: float
     mask: torch.Tensor | None = None
-    causal: bool = False  # query i sees stored positions <= its own; `mask` applies too
-    window: int | None = None  # query at position p sees only positions > p - window
-    softcap: float | None = None  # c: score = c * tanh(score / c) (Gemma-2)
-    sinks: torch.Tensor | None = None  # `[q_heads]`: a logit per head in the denominator only (gpt-oss)
-    # False for queries that are not the newest stored tokens (history of a prefill; cross-attention): then
-    # query i stands at position `end + i`.
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
     queries_are_last: bool = True

@@ -151,12 +151,12 @@ def encode_blocks(
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: list[int],
+    dense_ids: list[int],
     ids: list[int],
 ) -> None:
     """As `Backend.encode_blocks`."""
-    for slot, block_id in zip(slots, ids, strict=True):
-        layout.encode(keys[slot], values[slot], records[block_id])
+    for dense_id, block_id in zip(dense_ids, ids, strict=True):
+        layout.encode(keys[dense_id], values[dense_id], records[block_id])
 
 
 def decode_blocks(
@@ -164,12 +164,12 @@ def decode_blocks(
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: list[int],
+    dense_ids: list[int],
     ids: list[int],
 ) -> None:
     """As `Backend.decode_blocks`."""
-    for slot, block_id in zip(slots, ids, strict=True):
-        keys[slot], values[slot] = layout.decode(records[block_id])
+    for dense_id, block_id in zip(dense_ids, ids, strict=True):
+        keys[dense_id], values[dense_id] = layout.decode(records[block_id])
 
 
 def _visible_and_bias(

@@ -49,10 +49,12 @@ class Capacity:
         Others have as many heads and channels. Windows that `keep_history`, or are static, drop nothing.
         """
         batch, shape = new.batch, new.shape
-        windows = dict.fromkeys(spec.window for spec in self._specs.values())
-        wanted = {w: self._first_blocks(w, new, keep_history) for w in windows}
-        if is_static:
-            wanted = {w: self.full_blocks(batch, self._config.block_size_of(w)) for w in windows}
+        wanted = {
+            window: self.full_blocks(batch, self._config.block_size_of(window))
+            if is_static
+            else self._first_blocks(window, new, keep_history)
+            for window in dict.fromkeys(spec.window for spec in self._specs.values())
+        }
         block_bytes: Counter[int | None] = Counter()
         dense_bytes = 0  # of blocks that quantized layers keep in the model's dtype
         for index, spec in self._specs.items():

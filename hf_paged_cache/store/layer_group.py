@@ -203,9 +203,9 @@ class LayerGroup:
         found: list[torch.Tensor] = []
         for row, table in enumerate(self.manager.tables):
             columns = range(-(-table.token_at(start) // size), table.token_at(end) // size)
-            encoded = [c for c in columns if table.ids[c] != NULL_BLOCK and c not in table.dense]
-            if encoded:
-                first = table.offset + encoded[0] * size - start
+            encoded = (c for c in columns if table.ids[c] != NULL_BLOCK and c not in table.dense)
+            if (column := next(encoded, None)) is not None:
+                first = table.offset + column * size - start
                 found.append(key_states[row, :, first : first + size])
         if found:
             self._judge(layer_idx, torch.stack(found))

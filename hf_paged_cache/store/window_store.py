@@ -77,7 +77,7 @@ class WindowStore:
     @property
     def grows_in_place(self) -> bool:
         """Whether more blocks can come without a copy of those that there are."""
-        return bool(self.tensors) and all(memory for _, memory in (each.held for each in self.tensors))
+        return bool(self.tensors) and all(each.held[1] for each in self.tensors)
 
     def join(self, holder: Holder) -> None:
         """Count another holder, and take its blocks back when it is dropped."""

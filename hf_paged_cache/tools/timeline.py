@@ -57,7 +57,7 @@ class MemoryTimeline:
     with MemoryTimeline(model, label="default") as default:
         model.generate(**inputs)
     with MemoryTimeline(model, label="PagedCache") as paged:
-        model.generate(**inputs, past_key_values=PagedCache(model))
+        model.generate(**inputs, cache=PagedCache(model))
     paged.plot(default)
     ```
 

@@ -17,7 +17,7 @@ from eval.core.errors import UsageError
 from eval.core.models import LoadedModel
 from eval.core.statistics import kl_divergence
 from eval.data import DATA_DIR, text
-from eval.data.source import Source
+from eval.data.source import Source, read
 from eval.run.generate import _until_stop, generate, prefill
 from eval.run.settings import Settings
 from eval.tasks import TASKS, fidelity, latency, perplexity, retrieval, texts
@@ -338,6 +338,17 @@ def test_an_entry_whose_question_is_too_long_is_not_in_the_catalogue(
     assert list(retrieval._that_fit(loaded, [entry], 1000)) == []
     monkeypatch.setattr(retrieval, "_QUESTION_TOKENS", 60)
     assert list(retrieval._that_fit(loaded, [entry], 1000)) == [entry]
+
+
+def test_an_entry_without_words_is_not_asked_for(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = read(TASKS["retrieval"].source, ("input", "reference"), None, 0)
+    rows = [dict(row, reference=" " if i % 2 else row["reference"]) for i, row in enumerate(rows)]
+    monkeypatch.setattr(retrieval, "read", lambda *given: rows)
+    asked = {sample.id for unit in _catalogues(loaded, 20, 1024) for sample in unit.samples}
+    assert asked
+    assert asked <= {row["input"] for row in rows[::2]}
 
 
 @pytest.mark.parametrize(

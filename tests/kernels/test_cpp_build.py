@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -187,22 +186,30 @@ def test_a_version_that_never_comes_is_not_waited_for(fresh: Path, monkeypatch: 
     assert "has not said its version" in str(cpp.unavailable_reason())
 
 
+def test_a_compiler_that_fails_is_not_waited_for_behind_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    commands = [["sh", "-c", script] for script in ("sleep 60", "echo x.h: error: no such luck; exit 3")]
+    with pytest.raises(build.BuildError, match=r"status 3: x\.h: error: no such luck"):
+        build._run(commands, "finished", 30)
+
+
+def test_what_a_compiler_leaves_behind_is_not_waited_for() -> None:
+    assert build._run([["sh", "-c", "sleep 30 & echo done"]], "finished", 5) == "done\n"
+
+
 @needs_compiler
 @pytest.mark.usefixtures("tiny_source")
 def test_an_interrupt_ends_the_compilers_and_the_next_call_compiles(
     fresh: Path, temporary: Path, started: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    communicate = subprocess.Popen.communicate
-
-    def interrupted(process: subprocess.Popen[str], *arguments: object, **options: Any) -> object:
-        if "--version" in process.args:  # type: ignore[operator]
-            return communicate(process, *arguments, **options)
-        while not started():
-            time.sleep(0.01)
-        raise KeyboardInterrupt
+    def interrupted(seconds: float) -> None:
+        if started():
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess.Popen, "communicate", interrupted)
+        patch.setattr(build.time, "sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cpp.unavailable_reason()
     assert_ended(started())
@@ -228,6 +235,15 @@ def test_the_best_instruction_set_that_the_cpu_has_is_chosen(
 ) -> None:
     monkeypatch.delenv("HF_PAGED_CACHE_CPU_ISA", raising=False)
     assert build._choose_isa(flags) == isa
+
+
+@pytest.mark.parametrize(("machine", "flags"), [("x86_64", {"avx2", "fma"}), ("aarch64", set())])
+def test_flags_of_a_cpu_that_an_emulator_shows_are_not_those_of_the_machine(
+    machine: str, flags: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(Path, "read_text", lambda path: "flags\t\t: avx2 fma\n")
+    assert build._cpu_flags() == flags
 
 
 def test_another_source_flag_or_compiler_means_another_file() -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_paged_cache.formats import FORMATS
 from hf_paged_cache.kernels import cpp
@@ -66,8 +67,9 @@ def test_other_numbers_are_those_of_the_header() -> None:
         f"Unstorable{'Keys' if side == 'K' else 'Values'}": n for n, side in cpp._UNSTORABLE.items()
     }
     assert statuses | unstorable == numbers_of_header("Status")
-    names = ("Float32", "BFloat16", "Float16", "Bool")
-    assert dict(zip(names, structs.ELEMENT_TYPES.values(), strict=True)) == numbers_of_header("ElementType")
+    dtypes = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
+    numbers = {name: structs.ELEMENT_TYPES[dtype] for name, dtype in (dtypes | {"Bool": torch.bool}).items()}
+    assert numbers == numbers_of_header("ElementType")
     assert f"kMaxBlockSize = {structs.MAX_BLOCK_SIZE};" in CODE
 
 

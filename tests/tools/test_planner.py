@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, T5Config
 
-from hf_paged_cache import PagedCacheError, UnsupportedLayerError, plan_memory
+from hf_paged_cache import PagedCache, PagedCacheError, UnsupportedLayerError, plan_memory
 from hf_paged_cache.tools.planner.amounts import as_bytes, shown
 from tests.support.models import by_name, shared_model
 
@@ -158,6 +158,15 @@ def test_amounts_are_read_exactly(text: int | str, expected: int) -> None:
 )
 def test_amounts_are_shown_in_units_of_1024(count: int, expected: str) -> None:
     assert shown(count) == expected
+
+
+def test_the_length_that_a_cache_tells_is_a_number_of_tokens() -> None:
+    config = llama(layers=1, heads=2, kv_heads=2)
+    cache = PagedCache(config, max_tokens=64)
+    cache.update(torch.zeros(1, 2, 10, 128), torch.zeros(1, 2, 10, 128), 0)
+    assert type(cache.get_seq_length()) is not int
+    plan = plan_memory(config, context=cache.get_seq_length())
+    assert plan.request_bytes == plan_memory(config, context=10).request_bytes
 
 
 # --- what is refused ----------------------------------------------------------------------------------------

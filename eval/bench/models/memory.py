@@ -1,4 +1,7 @@
-"""Peak memory of one long `generate` call, each cache in a process of its own, which has freed none."""
+"""Peak memory of one long `generate` call, each cache in a process of its own.
+
+One process for several would use again what it has freed.
+"""
 
 from dataclasses import dataclass
 from typing import Any

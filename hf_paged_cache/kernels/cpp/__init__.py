@@ -99,6 +99,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     for function in (handle.paged_decode, handle.paged_write, handle.paged_gather):
         function.argtypes = [struct_bytes, struct_bytes]
     handle.paged_convert_blocks.argtypes = [struct_bytes, array, array, integer, integer, integer]
+    handle.paged_copy_blocks.argtypes = [ctypes.c_void_p, integer, array, array, integer, integer]
     handle.paged_scratch_bytes.restype = integer
 
 
@@ -253,26 +254,27 @@ def _conversion(*, seals: bool) -> ConvertBlocks:
         records: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        slots: list[int],
+        dense_ids: list[int],
         ids: list[int],
     ) -> None:
-        if len(slots) != len(ids) or not all(pool.is_contiguous() for pool in (records, keys, values)):
+        if len(dense_ids) != len(ids) or not all(pool.is_contiguous() for pool in (records, keys, values)):
             raise AssertionError(
-                f"{len(slots)} slots cannot be converted to {len(ids)} records; strides are {keys.stride()}, "
-                f"{values.stride()} and {records.stride()}"
+                f"{len(dense_ids)} dense blocks cannot be converted to {len(ids)} records; strides are "
+                f"{keys.stride()}, {values.stride()} and {records.stride()}"
             )
-        if not slots:
+        if not dense_ids:
             return
-        if min(*slots, *ids) < 0 or max(slots) >= keys.shape[0] or max(ids) >= records.shape[0]:
+        if min(*dense_ids, *ids) < 0 or max(dense_ids) >= keys.shape[0] or max(ids) >= records.shape[0]:
             raise AssertionError(
-                f"slots {slots} or records {ids} lie outside of {keys.shape[0]}, {records.shape[0]}"
+                f"dense blocks {dense_ids} or records {ids} lie outside of {keys.shape[0]}, "
+                f"{records.shape[0]}"
             )
         # To the library the heads of all layers are heads of one.
         keys, values, records = (pool.flatten(1, 2) for pool in (keys, values, records))
         no_table = torch.empty((0, 0), dtype=torch.int32)
         native = _native(LayerBlocks(keys, values, no_table, records=records, layout=layout))
-        array = ctypes.c_int64 * len(slots)
-        numbers = (array(*slots), array(*ids), len(slots), torch.get_num_threads(), seals)
+        array = ctypes.c_int64 * len(dense_ids)
+        numbers = (array(*dense_ids), array(*ids), len(dense_ids), torch.get_num_threads(), seals)
         if status := _library().handle.paged_convert_blocks(native.struct, *numbers):
             _fail(status)
 
@@ -300,6 +302,7 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
         raise AssertionError(f"blocks to copy lie outside the pool of {pool.shape[0]}")
     if not set(dst).isdisjoint(src):
         pool[dst] = pool[src]
-        return
-    for source, target in zip(src, dst, strict=True):  # without the temporary tensor of the above
-        pool[target] = pool[source]
+    elif src:
+        array, block_bytes = ctypes.c_int64 * len(src), pool.stride(0) * pool.element_size()
+        numbers = (array(*src), array(*dst), len(src), torch.get_num_threads())
+        _library().handle.paged_copy_blocks(pool.data_ptr(), block_bytes, *numbers)

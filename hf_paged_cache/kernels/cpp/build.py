@@ -23,10 +23,12 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from .library_folder import LibraryFile, LibraryFolder, cache_dir, private_folder, reason_of, take_back
 
@@ -36,7 +38,7 @@ _COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden",
 _EXPORTS = tuple(
     f"paged_{name}"
     for name in (
-        *("decode", "write", "gather", "convert_blocks", "scratch_bytes"),
+        *("decode", "write", "gather", "convert_blocks", "copy_blocks", "scratch_bytes"),
         *("bytes_of_blocks", "bytes_of_call", "bytes_of_tokens"),
     )
 )
@@ -126,6 +128,8 @@ def find_compiler() -> tuple[list[str], str]:
 
 def _cpu_flags() -> set[str]:
     """Of an x86 CPU; where nothing tells them, none."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return set()  # an emulator may show the CPU of its host
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -240,41 +244,57 @@ def _compile(command: list[str], folder: Path, path: Path) -> None:
 
 
 def _run(commands: list[list[str]], deed: str, timeout_s: float, folder: Path | None = None) -> str:
-    """Run compilers side by side, and end them with all that they have started if one fails or is too slow.
+    """Run compilers, one for each CPU, and end them with all that they have started if one fails or is slow.
 
-    Their temporary files go to a folder. Returns what the last of them has printed.
+    Their temporary files go to a folder. Returns what the last of them to end has printed.
     """
-    printed = ""
-    until = time.monotonic() + timeout_s
+    waiting, printed = [*commands], ""
+    running: list[tuple[list[str], subprocess.Popen[str], IO[str], float]] = []
     with contextlib.ExitStack() as stack:
-        started = [stack.enter_context(_started(command, folder)) for command in commands]
-        for command, process in zip(commands, started, strict=True):
-            try:
-                printed, messages = process.communicate(timeout=until - time.monotonic())
-            except subprocess.TimeoutExpired as error:
-                raise BuildError(
-                    f"The compiler {command[0]!r} has not {deed} after {timeout_s} s."
-                ) from error
-            if process.returncode != 0:
-                lines = (messages + printed).strip().splitlines() or ["no message"]
-                why = next((line for line in lines if "error" in line), lines[-1])
-                raise BuildError(
-                    f"The compiler {command[0]!r} failed with status {process.returncode}: {why.strip()}"
-                )
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                command, log = waiting.pop(0), stack.enter_context(_log())
+                process = stack.enter_context(_started(command, log, folder))
+                running.append((command, process, log, time.monotonic() + timeout_s))
+            time.sleep(0.01)
+            for run in [*running]:
+                command, process, log, until = run
+                if process.poll() is not None:
+                    running.remove(run)
+                    log.seek(0)
+                    printed = log.read()
+                    _check_status(process, command, printed)
+                elif time.monotonic() > until:
+                    raise BuildError(f"The compiler {command[0]!r} has not {deed} after {timeout_s} s.")
     return printed
 
 
+def _check_status(process: subprocess.Popen[str], command: list[str], printed: str) -> None:
+    if process.returncode != 0:
+        lines = printed.strip().splitlines() or ["no message"]
+        why = next((line for line in lines if "error" in line), lines[-1])
+        raise BuildError(
+            f"The compiler {command[0]!r} failed with status {process.returncode}: {why.strip()}"
+        )
+
+
+def _log() -> IO[str]:
+    """For what a compiler says: no pipe, which a daemon of its could hold open, and no disk, if it can be."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("compiler"), "w+", encoding="utf-8", errors="replace")
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
 @contextlib.contextmanager
-def _started(command: list[str], folder: Path | None) -> Iterator[subprocess.Popen[str]]:
+def _started(command: list[str], log: IO[str], folder: Path | None) -> Iterator[subprocess.Popen[str]]:
     """A compiler at work. It ends with the context, and all that it has started."""
     try:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
+            stdout=log,
+            stderr=log,
+            text=True,
             env={**os.environ, "LC_ALL": "C", **({"TMPDIR": str(folder)} if folder else {})},
             process_group=0,  # drivers such as g++ leave their parts running when they are killed
         )

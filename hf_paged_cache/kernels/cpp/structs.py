@@ -120,8 +120,8 @@ def unsupported_reason(blocks: LayerBlocks) -> str | None:
 
 def blocks_struct(blocks: LayerBlocks) -> bytes:
     """The struct of blocks that are supported; holds good until a tensor of theirs is replaced."""
-    keys, values, records, layout = blocks.keys, blocks.values, blocks.records, blocks.layout
-    offsets = blocks.offsets
+    keys, values, records, offsets = blocks.keys, blocks.values, blocks.records, blocks.offsets
+    layout = None if records is None else blocks.layout
     batch, max_blocks = blocks.table.shape
     if values.shape[:3] != keys.shape[:3]:
         raise AssertionError(

@@ -20,7 +20,8 @@ class ReadMask:
     query: torch.Tensor  # what to compute with in place of the query
     visible: torch.Tensor | None = None  # None if every token is
     bias: torch.Tensor | None = None  # None if nothing is added; arbitrary where not visible
-    taken: torch.Tensor | None = None  # `[batch or 1, q_heads or 1, q_tokens or 1]`, of all scores of a row
+    # What is missing in all scores of a row alike, `[batch or 1, q_heads or 1, q_tokens or 1]`.
+    taken: torch.Tensor | None = None
 
 
 def read_mask(query: torch.Tensor, mask: torch.Tensor | None, tokens: int) -> ReadMask:

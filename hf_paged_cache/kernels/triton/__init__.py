@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_paged_cache.kernels import reference
-from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks
+from hf_paged_cache.kernels.call import NULL_BLOCK, Attention, LayerBlocks, on_device
 from hf_paged_cache.kernels.torch.masking import additive
 from hf_paged_cache.kernels.torch.partial_softmax import Partial, split_heads
 
@@ -200,7 +200,7 @@ def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
         _loaded("launch").copy_blocks(pool, src, dst)
         return
     # Programs run in any order, so blocks that are both read and overwritten go through memory of their own.
-    ids = _loaded("launch").device_ids([src, dst], pool.device).long()
+    ids = on_device([src, dst], pool.device).long()
     pool[ids[1]] = pool[ids[0]]
 
 
@@ -209,14 +209,14 @@ def encode_blocks(
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: list[int],
+    dense_ids: list[int],
     ids: list[int],
 ) -> None:
     """As `Backend.encode_blocks`."""
-    assert len(slots) == len(ids), f"{len(slots)} blocks to read but {len(ids)} to overwrite"
-    if slots:
-        on_device = _loaded("launch").device_ids([slots, ids], records.device)
-        _loaded("launch").seal(layout, records, keys, values, on_device[0], on_device[1])
+    assert len(dense_ids) == len(ids), f"{len(dense_ids)} blocks to read but {len(ids)} to overwrite"
+    if dense_ids:
+        sent = on_device([dense_ids, ids], records.device)
+        _loaded("launch").seal(layout, records, keys, values, sent[0], sent[1])
 
 
 def _dense_columns(blocks: LayerBlocks, start: int, end: int) -> tuple[tuple[int, ...], ...]:

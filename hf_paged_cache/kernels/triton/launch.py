@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged_cache.kernels.call import Attention, LayerBlocks
+from hf_paged_cache.kernels.call import Attention, LayerBlocks, on_device
 
 from .attend import attend_kernel, merge_kernel
 from .move import copy_kernel, encode_kernel, write_kernel
@@ -120,17 +120,17 @@ def seal(
     records: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: torch.Tensor,
+    dense_ids: torch.Tensor,
     ids: torch.Tensor,
     *,
     compile_only: bool = False,
 ) -> None:
-    """Encode blocks of a pool, as `Backend.encode_blocks`; `slots` and `ids` are int32 `[blocks]`."""
+    """Encode blocks of a pool, as `Backend.encode_blocks`; `dense_ids` and `ids` are int32 `[blocks]`."""
     heads = records.shape[1] * records.shape[2]
     records, keys, values = (x.view(x.shape[0], heads, *x.shape[3:]) for x in (records, keys, values))
     with on(records.device):
         started(encode_kernel, (len(ids), heads, 1), compile_only=compile_only)(
-            *(records, keys, values, ids, slots, ids, ids),
+            *(records, keys, values, ids, dense_ids, ids, ids),
             *(records.stride()[:2], keys.stride()[:3], values.stride()[:3]),
             *(0, 0, 0, 0),  # what is asked of new tokens
             PADDED=False,
@@ -284,17 +284,11 @@ def attend_dense(a: Attention, keys: torch.Tensor, values: torch.Tensor) -> tupl
 
 def copy_blocks(pool: torch.Tensor, src: list[int], dst: list[int]) -> None:
     """Copy whole blocks inside a contiguous pool; no block is both in `src` and in `dst`."""
-    ids = device_ids([src, dst], pool.device)
+    ids = on_device([src, dst], pool.device)
     with on(pool.device):
         copy_kernel[(len(src), -(-pool.stride(0) // _COPY_ELEMENTS))](
             pool, ids[0], ids[1], pool.stride(0), CHUNK=_COPY_ELEMENTS
         )
-
-
-def device_ids(ids: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Integers as an int32 tensor, sent without waiting for the device."""
-    tensor = torch.tensor(ids, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return tensor.to(device, non_blocking=True)
 
 
 def _plain(blocks: LayerBlocks, block_size: int | None = None) -> PlainLayout:
@@ -312,4 +306,4 @@ def _on_device(device: torch.device, columns: tuple[tuple[int, ...], ...]) -> to
     """
     most = max(map(len, columns))
     padded = [[*row, *[-1] * (most - len(row))] for row in columns]
-    return device_ids(padded, device)
+    return on_device(padded, device)

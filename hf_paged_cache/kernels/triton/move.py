@@ -161,14 +161,14 @@ def _encode_side(
 
 @triton.jit(
     do_not_specialize=("table_stride_b", "columns", "end", "start"),
-    do_not_specialize_on_alignment=("ids_ptr", "slots_ptr", "offsets_ptr", "fault_ptr"),
+    do_not_specialize_on_alignment=("ids_ptr", "dense_ids_ptr", "offsets_ptr", "fault_ptr"),
 )
 def encode_kernel(
     records_ptr,  # uint8 [num_blocks, heads, nbytes]
     keys_ptr,  # [rows, heads, tokens, head_dim]
     values_ptr,
     ids_ptr,  # int32 [batch, columns]: the table; [blocks] if SEAL
-    slots_ptr,  # int32 [blocks], rows of keys and values, if SEAL
+    dense_ids_ptr,  # int32 [blocks], rows of keys and values, if SEAL
     offsets_ptr,  # int32 [batch], columns before each row begins, if PADDED
     fault_ptr,  # int32 [2], if CHECK
     record_strides,  # of block and head, in bytes
@@ -197,7 +197,7 @@ def encode_kernel(
     i = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     if SEAL:
-        row = tl.load(slots_ptr + i)
+        row = tl.load(dense_ids_ptr + i)
         block = tl.load(ids_ptr + i)
     else:
         row = tl.program_id(2)

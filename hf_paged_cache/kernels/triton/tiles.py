@@ -33,9 +33,8 @@ class Tile:
     tokens: int  # stored tokens read at one time; they lie in one block (`N`)
     warps: int
     stages: int  # tiles of tokens in flight, the one that is being worked on counted twice
-    precision: str = (
-        "ieee"  # of float32; "tf32x3": three products on matrix units, less the last two bits or so
-    )
+    # Of float32; "tf32x3" is three products on matrix units, less the last two bits or so.
+    precision: str = "ieee"
 
     @property
     def min_tiles(self) -> int:

@@ -18,7 +18,9 @@ class Faults:
     def __init__(self, device: torch.device, layers: list[int]) -> None:
         self._layers = layers
         self._flags = torch.zeros(len(layers), 2, dtype=torch.int32, device=device)
-        self._read = torch.zeros(len(layers), 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._read = torch.zeros(
+            len(layers), 2, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
         self._event: torch.cuda.Event | None = None
         self._is_sent = False
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_paged_cache.kernels.call import NULL_BLOCK, LayerBlocks, RowLengths, dense_entry
+from hf_paged_cache.kernels.call import NULL_BLOCK, LayerBlocks, RowLengths, dense_entry, on_device
 
 if TYPE_CHECKING:
     from hf_paged_cache.blocks import BlockManager, DenseBlocks
@@ -49,8 +49,7 @@ class DeviceTables:
         blocks.lengths = self._lengths.get(device)  # none where kernels are told by the host
         if self.offsets and device not in self._offsets:
             with torch.inference_mode(False):
-                sent = torch.tensor(self.offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
-                self._offsets[device] = sent.to(device, non_blocking=True)
+                self._offsets[device] = on_device(self.offsets, device)
         blocks.offsets = self._offsets.get(device)
         blocks.dense_columns = self.dense_columns(device, is_marked=is_marked)
 
@@ -135,6 +134,4 @@ def _write_rows(table: torch.Tensor, rows: list[list[int]], from_column: int) ->
             array[index, from_column : from_column + len(row)] = row
     elif width:
         padded = [row + [NULL_BLOCK] * (width - len(row)) for row in rows]
-        # Pinned, so that the host need not wait until the device has read it.
-        sent = torch.tensor(padded, dtype=torch.int32, pin_memory=table.device.type == "cuda")
-        table[:, from_column : from_column + width] = sent.to(table.device, non_blocking=True)
+        table[:, from_column : from_column + width] = on_device(padded, table.device)

@@ -71,7 +71,7 @@ def plan_memory(
     config, model = compat.resolve_config(config_or_model)
     kv_cache_dtype = own_name(kv_cache_dtype)
     for name, unit, value in (("context", "tokens", context), ("batch", "rows", batch)):
-        if type(value) is not int or not 0 < value < MOST:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
             raise PagedCacheError(f"{name} must be a positive number of {unit}, got {value!r}")
     memory_bytes = None if memory is None else as_bytes("memory", memory)
     if config.is_encoder_decoder:

@@ -164,7 +164,9 @@ def _check_model(model: object) -> None:
 
 def _checked_steps(input_ids: torch.Tensor, steps: Any) -> tuple[int, ...]:
     """The steps in order, which leave a prompt of the ids."""
-    are_numbers = isinstance(steps, list | tuple | range) and all(type(x) is int and x > 0 for x in steps)
+    are_numbers = isinstance(steps, list | tuple | range) and all(
+        isinstance(step, int) and not isinstance(step, bool) and step > 0 for step in steps
+    )
     if not are_numbers or not 0 < len(set(steps)) == len(steps):
         raise PagedCacheError(
             f"steps must be different positive numbers of decode steps, as (10, 50, 100), got {steps!r}"

@@ -12,6 +12,8 @@
 // as two bytes like queries in dots.h. Sums of up to 256 tokens are exact in 32 bits.
 #pragma once
 
+#include <algorithm>
+
 #include "dots.h"
 
 namespace paged {

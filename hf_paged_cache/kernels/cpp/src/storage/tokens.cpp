@@ -59,7 +59,9 @@ template <class F>
 int for_each(int64_t count, bool alike, int64_t threads, [[maybe_unused]] bool is_much, F f) {
   std::atomic<int> worst{kOk};
   [[maybe_unused]] const bool parallel = is_much && threads > 1 && count > 1;
-  [[maybe_unused]] const int64_t chunk = alike && parallel ? (count + threads - 1) / threads : 1;
+  // In one piece where one thread has them all: OpenMP hands out pieces even then.
+  [[maybe_unused]] const int64_t share = parallel ? (count + threads - 1) / threads : std::max<int64_t>(count, 1);
+  [[maybe_unused]] const int64_t chunk = alike ? share : 1;
 #pragma omp parallel for schedule(dynamic, chunk) num_threads(static_cast<int>(threads)) if (parallel)
   for (int64_t i = 0; i < count; ++i) {
     const int status = f(i);
@@ -271,6 +273,16 @@ PAGED_EXPORT int paged_convert_blocks(const Blocks* blocks, const int64_t* resid
                                       int64_t count, int64_t threads, int64_t seals) {
   return with_element_type(blocks->element_type, [&](auto element) {
     return convert<decltype(element)>(*blocks, residual, ids, count, threads, seals != 0);
+  });
+}
+
+// Copies blocks source[i] to target[i] of a pool whose blocks are `block_bytes` long. No target is a source.
+PAGED_EXPORT void paged_copy_blocks(char* pool, int64_t block_bytes, const int64_t* source,
+                                    const int64_t* target, int64_t count, int64_t threads) {
+  for_each(count, true, threads, count * block_bytes >= kParallelCopyBytes, [&](int64_t i) {
+    std::memcpy(pool + target[i] * block_bytes, pool + source[i] * block_bytes,
+                static_cast<std::size_t>(block_bytes));
+    return static_cast<int>(kOk);
   });
 }
 
